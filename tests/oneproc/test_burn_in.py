@@ -138,7 +138,7 @@ def test_it_is_that_workers_own_trouble() -> None:
 
 
 def test_a_device_that_fails_for_good_is_sick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every later call of CUDA fails, too: the one that frees what was tried is no error of ours."""
+    """Every later call of CUDA fails, too: the one that frees what was tried is no error."""
 
     def fails(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
