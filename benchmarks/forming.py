@@ -178,7 +178,7 @@ class World:
             for rank in groups.assignment.keeps:
                 placed.schema_of(rank)
             self.cpu_s[number] = time.thread_time() - began_s
-        together(groups, "opened", lambda: (None, False))
+        together(groups, "opened", lambda: (None, ()))
         groups.barrier("restored")
 
 

@@ -36,7 +36,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.keeper_client import KeeperClient
 from elastic_ft.keeper.node_keeper import NodeKeeper
 from elastic_ft.models.build import build_model
-from elastic_ft.state.checkpointer import Checkpointer, owned_by
+from elastic_ft.state.checkpointer import Checkpointer, StorePatience, owned_by
 from elastic_ft.state.placed import exchange_placed
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.transport.control import ControlServer, Welcome
@@ -73,7 +73,7 @@ def keep(controller: tuple[str, int], key: JobKey, node: str, host: str) -> None
 
 
 @contextmanager
-def keepers(count: int) -> Iterator[tuple[list[Keeper], bytes]]:
+def keepers(count: int) -> Iterator[tuple[list[Keeper], JobKey]]:
     """Node keepers, a process each, and the key to talk to them."""
     said: queue.Queue[Any] = queue.Queue()
     server = ControlServer(
@@ -151,7 +151,8 @@ class Rank:
         state = self.engine.state()
         mine = self._checkpointer.owned_state(state, self._owned)
         shard = self.snapshots.take(self.step, mine, self.groups, {}, lambda *_: None, partial=True)
-        self._checkpointer.write(shard, self._owned, state, self.groups)
+        once = StorePatience(0.0, lambda: False)
+        self._checkpointer.write(shard, self._owned, state, self.groups, once)
 
         def ended() -> bool:
             try:
