@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -374,9 +374,9 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
         )
     try:
         if len(content) < SMALL:  # waits for nobody's megabytes
-            found = json.loads(content)
+            found = _loads(content)
         else:
-            found = await READING.do(_by(request), json.loads, content)
+            found = await READING.do(_by(request), _loads, content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -384,6 +384,15 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
     if unknown := [key for key in found if key not in known]:
         raise ConfigError(f"{unknown[0]:.80}: unknown key, expected {', '.join(known)}")
     return found
+
+
+def _loads(content: bytes) -> Any:
+    """Raises ValueError, RecursionError."""
+    return json.loads(content, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no value of JSON")
 
 
 async def _answered(answer: Future[str]) -> str:
