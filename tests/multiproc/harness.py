@@ -278,3 +278,23 @@ class Gate:
 
     def _open(self) -> None:
         self.path.unlink(missing_ok=True)
+
+
+class Once:
+    """Does something once a step is committed, and a checkpoint if asked; in the controller's
+    thread."""
+
+    def __init__(self, step: int, action: Any, *, checkpointed: bool = False) -> None:
+        self.step, self.action, self.done = step, action, False
+        self.checkpointed = checkpointed
+
+    def __call__(self, controller: Controller, line: dict[str, Any]) -> None:
+        awaited = self.checkpointed and not controller.state.checkpoints
+        if line["step"] >= self.step and not self.done and not awaited:
+            self.done = True
+            self.action(controller, host_of(controller))
+
+
+def host_of(controller: Controller) -> LocalHost:
+    assert isinstance(controller.host, LocalHost)
+    return controller.host

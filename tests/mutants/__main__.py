@@ -34,6 +34,7 @@ LEFT_OUT = (
     "test_scale.py",
     "test_reshard_costs.py",
 )
+MOST = ("core/test_membership.py", "core/test_sources.py", "core/test_comings.py")
 FIRST = {  # what knows most of a file
     "commits.py": ("core/test_commits.py", "core/test_intervals.py"),
     "recovery.py": ("core/test_recovery.py",),
@@ -93,7 +94,7 @@ def mutants() -> list[Mutant]:
 
 def tests_for(mutant: Mutant, root: Path, core_alone: bool) -> list[str]:
     """Files, the most telling first: the simulator takes longest, and comes last."""
-    first = FIRST.get(Path(mutant.file).name, ("core/test_membership.py", "core/test_comings.py"))
+    first = FIRST.get(Path(mutant.file).name, MOST)
     core = sorted(path.name for path in (root / "tests/core").glob("test_*.py"))
     sim = sorted(path.name for path in (root / "tests/sim").glob("test_*.py"))
     rest = [f"core/{name}" for name in core if name not in LEFT_OUT]
