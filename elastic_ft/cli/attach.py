@@ -30,7 +30,7 @@ def attach(run_folder: RunArgument) -> int:
     job = reader.job()
     watch = reader.join()
     followed = Followed(run_folder)
-    if (ended := followed.poll(0.0)) is None:
+    if (ended := followed.look()) is None:
         _tell_so_far(watch)
         with interrupts() as came, ProgressDisplay(job, run_folder, watch):
             ended = stay(followed, run_folder, came, stops=False)

@@ -14,17 +14,22 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import fsspec
 import psutil
 
+from elastic_ft.errors import ElasticError
 from elastic_ft.observe.lines import local_path
+
+if TYPE_CHECKING:
+    from elastic_ft.storage.store import Store
 
 NAME = "alive.json"
 EVERY_S = 1.0
 GONE_S = 3.0  # without a new sign, of a process of this machine that is not there
 STILL_S, STILL_REMOTE_S = 15.0, 30.0  # without a new sign; a remote folder is some seconds behind
+READ_DEADLINE_S = 10.0  # of a store that does not answer
+AWAY_S = 600.0  # a sign that can't be read for so long says that nobody can be waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +104,40 @@ def _sign(in_charge: bool, followed: bool) -> str:
 def last_sign(run_url: str) -> Sign | None:
     """The last sign; None if there is none that can be read."""
     try:
-        with fsspec.open(f"{run_url.rstrip('/')}/{NAME}", "r") as file:
-            found: Any = json.loads(file.read())
-        where = str(found["host"]), int(found["pid"])
-        known = (found.get(name) is True for name in ("in_charge", "followed"))
-        return Sign(float(found["at_s"]), *where, *known)
-    except Exception:  # any filesystem may raise anything; who waits looks again
+        return Signs(run_url).last()
+    except (OSError, ElasticError):  # who waits looks again
         return None
+
+
+class Signs:
+    """Of one run folder, wherever that is."""
+
+    def __init__(self, run_url: str) -> None:
+        self._url = run_url
+        self._store: Store | None = None
+
+    def last(self) -> Sign | None:
+        """None if there is none that can be understood. Raises OSError, StoreFailed, StorageError
+        where that can't be said."""
+        try:
+            found: Any = json.loads(self._content())
+            where = str(found["host"]), int(found["pid"])
+            known = (found.get(name) is True for name in ("in_charge", "followed"))
+            return Sign(float(found["at_s"]), *where, *known)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            return None
+
+    def _content(self) -> bytes:
+        if (folder := local_path(self._url)) is not None:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                return (folder / NAME).read_bytes()
+            return b""
+        from elastic_ft.storage.store import if_there, open_store
+
+        if self._store is None:
+            self._store = open_store(self._url, deadline_s=READ_DEADLINE_S)
+        store = self._store
+        return if_there(lambda: store.get(NAME)) or b""
 
 
 def nobody(sign: Sign) -> str:
@@ -133,20 +165,35 @@ class Vigil:
     """Watches for a sign that stays the same, while something is waited for."""
 
     def __init__(self, run_url: str) -> None:
-        self._url = run_url
+        self._signs = Signs(run_url)
         self._still_s = STILL_S if local_path(run_url) is not None else STILL_REMOTE_S
         self._sign: Sign | None = None
-        self._since_s = self._next_look_s = time.monotonic()
+        self._since_s = self._next_look_s = self._read_at_s = time.monotonic()
+        self._away = ""  # why it can't be read
 
     def look(self) -> str:
-        """Why the controller is dead, in words; empty while it may live."""
+        """Why the controller is dead, in words; empty while it may live. While the sign can't be
+        read it may, for up to AWAY_S; then it has as long as ever to be renewed."""
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + EVERY_S
+            self._read()
         now_s = time.monotonic()
-        if now_s >= self._next_look_s:
-            self._next_look_s = now_s + EVERY_S
-            sign = last_sign(self._url)
-            if sign is not None and sign != self._sign:
-                self._sign, self._since_s = sign, now_s
+        if self._away:
+            past_s = now_s - self._read_at_s
+            why = f"its sign of life can't be read for {past_s:.0f} s now: {self._away}"
+            return f"whether a controller is alive is not known: {why}" if past_s > AWAY_S else ""
         if self._sign is None:
             return ""
         patience_s = GONE_S if self._sign.gone else self._still_s
         return nobody(self._sign) if now_s - self._since_s > patience_s else ""
+
+    def _read(self) -> None:
+        try:
+            sign = self._signs.last()
+        except (OSError, ElasticError) as error:
+            self._away = " ".join(str(error).split())
+            return
+        now_s = time.monotonic()
+        if self._away or (sign is not None and sign != self._sign):
+            self._since_s = now_s
+        self._sign, self._away, self._read_at_s = sign or self._sign, "", now_s

@@ -15,10 +15,12 @@ from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.observe import alive
 from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.storage import owners
-from elastic_ft.storage.store import Store, open_store
+from elastic_ft.storage.kinds import FailureKind
+from elastic_ft.storage.store import Store, StoreError, open_store
 
 NAME, NOW = "stop.json", "stop-now.json"
 POLL_S = 0.2
+MAY_PASS = (FailureKind.UNREACHABLE, FailureKind.BUSY)  # an outage
 WITH_CHECKPOINT, AT_ONCE = "elastic-ft stop", "elastic-ft stop --now"  # in the journal
 
 
@@ -27,27 +29,59 @@ def stop(run_url: str, now: bool, say: Callable[[str], object], timeout_s: float
 
     Raises ConfigError where nobody has it; JobFailed where nobody alive obeys in time; StoreFailed.
     """
-    store = open_store(run_url)
-    owner, ended = owners.newest(store)
-    if owner is None:
-        raise ConfigError(f"{run_url}: not a run folder: no controller was ever here")
-    if ended:
-        raise ConfigError(f"{run_url}: the job has ended: {_end(run_url)}")
-    asked, vigil, pause = "", alive.Vigil(run_url), threading.Event()
-    until_s = time.monotonic() + timeout_s
-    while not ended:
-        if asked != owner.run:
-            asked = owner.run
-            _ask(store, asked, now)
-            say(f"run {asked}, on {owner.host}, is asked to stop{' at once' if now else ''}")
+    stopping = _Stopping(run_url, now, say)
+    vigil, pause, until_s = alive.Vigil(run_url), threading.Event(), time.monotonic() + timeout_s
+    while not stopping.look():
         if dead := vigil.look():
             raise JobFailed(f"{run_url}: nothing is to be stopped: {dead}")
         if time.monotonic() > until_s:
-            raise JobFailed(f"{run_url}: not stopped after {timeout_s:g} s; the request stands")
+            raise JobFailed(f"{run_url}: not stopped after {timeout_s:g} s; {stopping.stands()}")
         pause.wait(POLL_S)
-        owner, ended = owners.newest(store)
-        assert owner is not None
     return _end(run_url)
+
+
+class _Stopping:
+    """A request to whoever has the job, made again of whoever follows. A store that is away may
+    come back: it is tried again."""
+
+    def __init__(self, run_url: str, now: bool, say: Callable[[str], object]) -> None:
+        self._url, self._now, self._say = run_url, now, say
+        self._store = open_store(run_url, deadline_s=alive.READ_DEADLINE_S)
+        self._asked = self._away = ""
+
+    def look(self) -> bool:
+        """Whether the job has ended. Raises ConfigError where it had before; StoreFailed where
+        nothing can be read from the start, and waiting is no help."""
+        try:
+            has_ended = self._look()
+        except StoreError as error:
+            if not self._asked and error.kind not in MAY_PASS:
+                raise
+            if not self._away:
+                self._say(f"the run folder's store is away, and is tried again: {error}")
+            self._away = str(error)
+            return False
+        self._away = ""
+        return has_ended
+
+    def _look(self) -> bool:
+        owner, ended = owners.newest(self._store)
+        if owner is None:
+            raise ConfigError(f"{self._url}: not a run folder: no controller was ever here")
+        if ended and not self._asked:
+            raise ConfigError(f"{self._url}: the job has ended: {_end(self._url)}")
+        if not ended and self._asked != owner.run:
+            _ask(self._store, owner.run, self._now)
+            self._asked = owner.run
+            at_once = " at once" if self._now else ""
+            self._say(f"run {owner.run}, on {owner.host}, is asked to stop{at_once}")
+        return ended
+
+    def stands(self) -> str:
+        """What has become of the request."""
+        if not self._asked:
+            return f"it could not be asked: {self._away}"
+        return "the request stands" + (f"; {self._away}" if self._away else "")
 
 
 def ask_to_stop(run_url: str, now: bool) -> bool:

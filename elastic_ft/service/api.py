@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from elastic_ft.errors import ConfigError, StoreFailed
 from elastic_ft.service.access import Caller, Rights, caller_of, check_site
 from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, RUNS, WORDS, Crew, Streams
-from elastic_ft.service.listing import listing_of
+from elastic_ft.service.listing import flag, listing_of
 from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
 from elastic_ft.service.openapi import document
 from elastic_ft.service.page_routes import PageRoutes
@@ -93,8 +93,7 @@ class Api:
             check_site(
                 self._users, request.host, request.headers.get("Origin") if changes else None
             )
-            kind, _, token = request.headers.get("Authorization", "").partition(" ")
-            token = token if kind == "Bearer" else request.cookies.get(COOKIE, "")
+            token = _bearer(request) or request.cookies.get(COOKIE, "")
             caller = request[CALLER] = caller_of(self._users, token)
             if job := request.match_info.get("id"):
                 queue = self._service.queue_of(job)
@@ -117,10 +116,10 @@ class Api:
     async def login(self, request: web.Request) -> web.Response:
         """The page's way: streams of a browser can't have a header."""
         response = _json({"name": request[CALLER].name})
-        if kind_and_token := request.headers.get("Authorization"):
+        if token := _bearer(request):
             response.set_cookie(
                 COOKIE,
-                kind_and_token.partition(" ")[2],
+                token,
                 httponly=True,
                 samesite="Strict",
                 secure=request.secure,
@@ -248,8 +247,10 @@ class Api:
     async def logs(self, request: web.Request) -> web.StreamResponse:
         """From the end of each file on; who connects again is told what comes from then on."""
         reader = await self._looked(request, self._service.logs)
-        if request.query.get("follow") == "0":
+        if not _follows(request):
             return _json({"logs": await LOGS.do(_by(request), reader)})
+        if request.method == "HEAD":
+            return await _event_stream(request)
         with self._streams.one(_by(request)):
             return await self._follow_logs(request, reader)
 
@@ -278,9 +279,11 @@ class Api:
         self, request: web.Request, stream: LineStream, name: str
     ) -> web.StreamResponse:
         position = _position(request, stream)
-        if request.query.get("follow") == "0":
+        if not _follows(request):
             found, _ = stream.since(position)
             return await _json_of(request, lambda: {name: [i.data for i in found if not i.kind]})
+        if request.method == "HEAD":  # what would come, and nothing of it
+            return await _event_stream(request)
         with self._streams.one(_by(request)):
             return await self._follow(request, stream, position)
 
@@ -330,6 +333,17 @@ async def _send(request: web.Request, response: web.StreamResponse, content: byt
         raise ConnectionResetError(f"nothing was taken for {TAKEN_WITHIN_S:g} s") from None
 
 
+def _bearer(request: web.Request) -> str:
+    """The token that it is sent with; "" without one."""
+    kind, _, token = request.headers.get("Authorization", "").strip().partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
+def _follows(request: web.Request) -> bool:
+    """Raises ConfigError."""
+    return flag("follow", request.query.get("follow", "1"))
+
+
 def _position(request: web.Request, stream: LineStream) -> int:
     """Where a stream goes on. Raises ConfigError."""
     last = _last_id(request)
@@ -374,9 +388,9 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
         )
     try:
         if len(content) < SMALL:  # waits for nobody's megabytes
-            found = json.loads(content)
+            found = _loads(content)
         else:
-            found = await READING.do(_by(request), json.loads, content)
+            found = await READING.do(_by(request), _loads, content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -384,6 +398,15 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
     if unknown := [key for key in found if key not in known]:
         raise ConfigError(f"{unknown[0]:.80}: unknown key, expected {', '.join(known)}")
     return found
+
+
+def _loads(content: bytes) -> Any:
+    """Raises ValueError, RecursionError."""
+    return json.loads(content, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no value of JSON")
 
 
 async def _answered(answer: Future[str]) -> str:

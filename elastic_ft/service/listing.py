@@ -12,6 +12,7 @@ from elastic_ft.service.office import NotKnown
 from elastic_ft.service.share_standing import ShareStanding
 
 LIMIT_MAX = 1000  # jobs of a page
+YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 NAMES = {"all", "state", "limit", "after", "before"}
 
 
@@ -44,11 +45,18 @@ def listing_of(query: Iterable[tuple[str, str]]) -> JobListing:
         )
     last = {name: values[-1] for name, values in given.items()}
     if not states:
-        states = {*LIVE, *ENDED} if last.get("all", "") not in ("", "0") else set(LIVE)
+        states = {*LIVE, *ENDED} if flag("all", last.get("all", "")) else set(LIVE)
     after, before = last.get("after", ""), last.get("before")
     if "after" in last and before is not None:
         raise ConfigError("after, before: expected at most one of them")
     return JobListing(frozenset(states), _limit(last.get("limit")), after, before)
+
+
+def flag(name: str, given: str) -> bool:
+    """Of a request's value. Raises ConfigError."""
+    if (said := given.lower()) in YES or said in NO:
+        return said in YES
+    raise ConfigError(f"{name}: expected 1 or 0, found {given!r:.80}")
 
 
 def _limit(given: str | None) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 import uuid
@@ -15,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 
-from elastic_ft.config import Job, parse_job, parse_text
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import Bundles, SharedJob
 from elastic_ft.errors import ConfigError, Superseded
@@ -25,6 +23,7 @@ from elastic_ft.service import views
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_size import Ask, AskNote, ClusterSize, ask_rays_autoscaler
 from elastic_ft.service.cluster_watch import ClusterWatch, Sight
+from elastic_ft.service.handed_in import check_request, handed_in_job
 from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
@@ -46,7 +45,6 @@ IDLE_HANDS = 2  # that look once at each job that waits: thousands may, and none
 STORIES_KEPT, LINES_KEPT = 32, 200_000  # of jobs that have ended; of all of them, some 700 B each
 PRIORITY_MAX = 10**6
 VERSION = version("elastic-ft")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Service:
@@ -239,14 +237,12 @@ class Service:
     def submit(self, asked: dict[str, Any], by: str) -> Future[str]:
         """Its answer is the job's id. Raises UsageError, one line; StoreFailed where the journal is
         known to be away: then nothing is done."""
-        job = _job_of(asked)
+        job = handed_in_job(asked)
         queue, priority = asked.get("queue", "default"), asked.get("priority", 0)
         if not isinstance(queue, str):
             raise ConfigError(f"queue: expected a name, found {queue!r:.80}")
         check_priority(priority)
-        request = asked.get("request", uuid.uuid4().hex)
-        if not isinstance(request, str) or not 1 <= len(request) <= 100:
-            raise ConfigError("request: expected a text of 1 to 100 characters")
+        request = check_request(asked.get("request", uuid.uuid4().hex))
 
         if request not in self.office.standing.requests:
             self.office.check_journal()
@@ -362,23 +358,6 @@ class Service:
         }
         standing, sight = self.office.standing, self._watch.sight
         return views.service_view(standing, self.terms, sight, about, may_read)
-
-
-def _job_of(asked: dict[str, Any]) -> Job:
-    """Raises ConfigError."""
-    given = asked.get("job")
-    if isinstance(given, str):
-        job = parse_text(given.encode(errors="surrogatepass"), "job")
-    elif isinstance(given, dict):
-        job = parse_job(given)
-    else:
-        raise ConfigError(f"job: expected a job file, found {type(given).__name__}")
-    name = asked.get("name")
-    if name is None:
-        return job
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ConfigError(f"name: expected letters, digits, . _ -; found {name!r:.80}")
-    return job.model_copy(update={"name": name})
 
 
 def check_priority(priority: Any) -> int:

@@ -40,6 +40,15 @@ def report(metrics: Any, path: str | None = None) -> TrainingReport:
     return TrainingReport(checkpoint, metrics, False)
 
 
+@pytest.fixture(autouse=True)
+def no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are made here ask no cluster for their GPU, and leave this process's environment
+    as it is."""
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    monkeypatch.setattr(worker_actor, "_own_gpu", lambda worker: {})
+    monkeypatch.setattr(worker_actor, "_make_room", lambda values: None)
+
+
 @pytest.fixture
 def callback() -> Callback:
     return Callback()
@@ -459,7 +468,6 @@ def test_what_fails_before_the_train_loop_is_told(monkeypatch: pytest.MonkeyPatc
         order.append("loaded")
         raise ImportError("partially initialized")
 
-    monkeypatch.setattr(worker_actor, "_own_gpu", lambda worker: {})
     monkeypatch.setattr(worker_actor.cloudpickle, "loads", loads)
     monkeypatch.setattr(worker, "_tell_end", order.append)
     worker._importing.start()

@@ -32,6 +32,7 @@ from ray.tune.schedulers import (
 from ray.util.queue import Full
 from trial import SOON_S, START_S, job
 
+from elastic_ft.errors import JobFailed
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.names import RunNames, actors_of, groups_of
@@ -292,6 +293,23 @@ def test_a_trial_does_not_end_before_tune_has_its_last_report(
     trial = TuneTrial("of no actor", threading.Event())
     trial.wait_for_reports()
     assert next(looks, None) is None
+
+
+def test_reports_that_tune_does_not_take_are_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tune's head may be away for good: the trial stood there, and so did training."""
+    monkeypatch.setattr("elastic_ft.hosts.ray.tune_trial.LOOK_S", 1e-3)
+    monkeypatch.setattr("elastic_ft.hosts.ray.tune_trial.TAKEN_S", 0.05, raising=False)
+    looks = iter([False] * 1000)
+    queue = SimpleNamespace(actor=SimpleNamespace(empty=SimpleNamespace(remote=lambda: "asked")))
+    monkeypatch.setattr("elastic_ft.hosts.ray.tune_trial.reports_waiting", lambda: queue)
+    monkeypatch.setattr("ray.get", lambda answer, timeout: next(looks))
+    TuneTrial("of no actor", threading.Event()).wait_for_reports()
+    assert "has not taken the last report" in caplog.text
+    full = Queue(*[Full() for _ in range(1_000_000)])
+    with pytest.raises(JobFailed, match="has taken no report for"):
+        TrialReports(full, TuneTrial("of no actor")).put("it")  # type: ignore[arg-type]
 
 
 def test_who_waits_for_the_job_leaves_a_trial_that_tune_ends(

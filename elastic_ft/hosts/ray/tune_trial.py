@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.queue import Full, Queue
 
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.hosts.ray.ray_private import (
     actor_is_gone,
     reporting_by,
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.5  # between two looks for the trial, and at what it is told
 TOLD_S = 20.0  # a controller that comes back is, by then
 PUT_S = 1.0  # for which a report waits between them
+TAKEN_S = 600.0  # within which Tune takes a report, of a trial that is not over
 SAID_S = 5.0  # between two words of a trial that it is there
 SILENT_LOOKS = 240  # at a trial that says nothing: two minutes
 TRIAL_OVER = "Ray Tune has ended its trial, or it is gone"
@@ -74,9 +75,17 @@ class TuneTrial:
     def wait_for_reports(self) -> None:
         """In the trial's process, after its job: returns once Tune has taken the last report of
         ``TrialReports``. A function that returns ends its trial, whatever is still in that queue.
-        Raises SystemExit where Tune ends the trial."""
-        queue = reports_waiting()
+        Tune that does not take it is left after TAKEN_S, with a line of the log. Raises SystemExit
+        where Tune ends the trial."""
+        queue, until_s = reports_waiting(), time.monotonic() + TAKEN_S
         while queue is not None and not _is_empty(queue):
+            if time.monotonic() > until_s:
+                log.error(
+                    "Ray Tune has not taken the last report of this trial within %g s: its job has "
+                    "ended, and the trial ends without that report",
+                    TAKEN_S,
+                )
+                return
             if self._is_stopped(LOOK_S):
                 sys.exit(0)
         # Between the queue and the session it is in the hands of another thread of this process.
@@ -152,12 +161,16 @@ class TrialReports:
         self._queue, self._trial = queue, trial
 
     def put(self, item: Any) -> None:
-        """Returns when ``item`` is in the queue, or nobody is to take it."""
+        """Returns when ``item`` is in the queue, or nobody is to take it. Raises JobFailed where a
+        trial that is not over takes none for TAKEN_S."""
+        until_s = time.monotonic() + TAKEN_S
         while not self._trial.is_over:
             try:
                 return self._queue.put(item, timeout=PUT_S)
-            except (Full, ActorUnavailableError):
-                continue
+            except (Full, ActorUnavailableError) as error:
+                if time.monotonic() > until_s:
+                    why = f"Ray Tune has taken no report for {TAKEN_S:g} s: {type(error).__name__}"
+                    raise JobFailed(why) from error
             except RayActorError:  # the queue is the trial's own, and goes with it
                 self._trial.end()
 

@@ -1,0 +1,73 @@
+"""A job as somebody hands it in: what of it the service can keep and tell, as JSON. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from elastic_ft.config import Job, parse_job, parse_yaml
+from elastic_ft.config.mistakes import one_line
+from elastic_ft.config.section import COUNT_MAX
+from elastic_ft.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NO_TEXT = re.compile(r"[\0\ud800-\udfff]")  # in no file's name, no environment and no UTF-8
+REQUEST_MAX = 100  # characters
+
+
+def handed_in_job(asked: dict[str, Any]) -> Job:
+    """Raises ConfigError, one line."""
+    given = asked.get("job")
+    if isinstance(given, str):
+        given = parse_yaml(given.encode(errors="surrogatepass"), "job")
+    elif not isinstance(given, dict):
+        raise ConfigError(f"job: expected a job file, found {type(given).__name__}")
+    job = parse_job(given)  # which bounds how deep it is
+    check_values(given)
+    name = asked.get("name")
+    if name is None:
+        return job
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ConfigError(f"name: expected letters, digits, . _ -; found {name!r:.80}")
+    return job.model_copy(update={"name": name})
+
+
+def check_request(request: Any) -> str:
+    """Raises ConfigError."""
+    if (
+        not isinstance(request, str)
+        or not 1 <= len(request) <= REQUEST_MAX
+        or NO_TEXT.search(request)
+    ):
+        raise ConfigError(f"request: expected a text of 1 to {REQUEST_MAX} characters")
+    return request
+
+
+def check_values(values: Any, where: str = "") -> None:
+    """Raises ConfigError where JSON has no such value, or only some that read JSON do: the job
+    would be another one. What is the user's own (``kwargs``, say) is looked at by nobody else."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            inside = f"{where}.{one_line(key)}" if where else one_line(key)
+            if not isinstance(key, str | int) or (isinstance(key, str) and NO_TEXT.search(key)):
+                raise ConfigError(f"{inside}: this key can't be sent as JSON: expected text")
+            check_values(value, inside)
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            check_values(value, f"{where}.{number}")
+    elif why := _why_not(values):
+        raise ConfigError(f"{where}: this can't be sent as JSON: {why}")
+
+
+def _why_not(value: Any) -> str:
+    """ "" where it can."""
+    if value is None or isinstance(value, bool):
+        return ""
+    if isinstance(value, str):
+        return "a text with characters that no text has" if NO_TEXT.search(value) else ""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"the number {value}"
+    if isinstance(value, int):
+        return "" if abs(value) <= COUNT_MAX**2 else "a number of very many digits"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,98 @@
+"""A job whose run folder is in S3 is watched from outside while that store is away for a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+
+from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
+from chaos.s3_server import S3Server
+from elastic_ft.cli.app import COMPLETED, run_command
+from elastic_ft.config import Job
+from elastic_ft.observe import alive, run_folder, stop_request
+from elastic_ft.observe.run_folder import RunFolder
+from tests.waiting import until
+
+REQUESTS_LOST = 40  # of an outage that is longer than a sign of life may be late
+JOB = {
+    "name": "watched",
+    "steps": 1,
+    "model": {"preset": "decoder-1m"},
+    "data": {"url": "stdlib:", "sequence_length": 16},
+    "batch": {"global_batch_size": 4, "micro_batch_size": 1},
+}
+RESULT = {"status": "completed", "reason": "", "steps": 1, "final_loss": 1.0, "goodput": 1.0}
+
+
+@pytest.fixture
+def proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStoreProxy]:
+    with ObjectStoreProxy(s3.endpoint) as between:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.endpoint)
+        monkeypatch.setattr(run_folder, "MIRROR_EVERY_S", 0.1)
+        monkeypatch.setattr(alive, "STILL_REMOTE_S", 3.0)
+        yield between
+
+
+@pytest.fixture
+def running(s3: S3Server, proxy: ObjectStoreProxy) -> Iterator[RunFolder]:
+    """The folder of a job that is under way, with its controller's signs of life."""
+    folder = RunFolder(s3.url(uuid4().hex))
+    folder.take_over("run1", "watched")
+    folder.write_job(Job.model_validate(JOB).model_dump(mode="json"))
+    signs = alive.Alive(folder.path)
+    signs.start()
+    until(lambda: alive.last_sign(folder.url) is not None)
+    yield folder
+    signs.stop()
+    folder.close()
+
+
+def outage(proxy: ObjectStoreProxy) -> None:
+    proxy.set(StoreFault("busy"))
+    until(lambda: proxy.fired["busy"] >= REQUESTS_LOST)
+    proxy.set()
+
+
+def test_who_is_attached_outlasts_an_outage(
+    proxy: ObjectStoreProxy, running: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with the first request that failed, as if the job had; and of a store that was back
+    it took the sign of before for one that is not renewed."""
+
+    def go_on() -> None:
+        until(lambda: any(thread.name == "followed" for thread in threading.enumerate()))
+        outage(proxy)
+        before = alive.last_sign(running.url)
+        until(lambda: alive.last_sign(running.url) not in (None, before))
+        running.write_result(RESULT)
+        running.close()
+
+    others = threading.Thread(target=go_on)
+    others.start()
+    code = run_command(["attach", running.url])
+    others.join()
+    said = capfd.readouterr()
+    assert (code, said.err) == (COMPLETED, "")
+    assert "can't be read" in said.out and "can be read again" in said.out
+    assert said.out.splitlines()[-1].startswith("completed: 1 steps")
+
+
+def test_who_has_asked_to_stop_outlasts_an_outage(
+    proxy: ObjectStoreProxy, running: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def go_on() -> None:
+        until(lambda: running.is_asked(stop_request.NAME))
+        outage(proxy)
+        running.write_result(RESULT | {"status": "stopped", "reason": "asked"})
+        running.close()
+
+    others = threading.Thread(target=go_on)
+    others.start()
+    code = run_command(["stop", running.url])
+    others.join()
+    said = capfd.readouterr()
+    assert (code, said.err) == (COMPLETED, "")
+    assert said.out.splitlines()[-1] == "stopped: asked"
