@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,8 +16,10 @@ import pytest
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.service.access import Rights, new_token, read_token
-from elastic_ft.service.service_client import Client
-from tests.oneproc.test_service_alone import JOB, Served
+from elastic_ft.service.floods import Pace
+from elastic_ft.service.service_client import Client, ServiceAway
+from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
+from tests.oneproc.test_service_crowds import until
 from tests.oneproc.test_service_strangers import JOBS, ask
 
 YAML = (
@@ -152,3 +158,61 @@ def test_flags_of_an_address_are_yes_or_no(served: Served) -> None:
         (f"{JOBS}/{live}/steps?follow=nope", "follow: expected 1 or 0, found 'nope'"),
     ):
         assert ask(served, "GET", path)[:2] == (422, line)
+
+
+# --------------------------------------------------------------------------- one who asks too much
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Served]:
+    users = {name: Rights(new_token(tmp_path / name), write=("*",)) for name in ("ann", "bob")}
+    served = Served(tmp_path / "F", users)
+    yield served
+    served.close()
+
+
+def test_who_asks_too_often_is_told_when_to_ask_again(shared: Served, tmp_path: Path) -> None:
+    """A script without a pause kept the service's one processor from everybody else."""
+    shared.api._pace = Pace(per_s=2.0, burst=5, at_once_max=100)
+    ann = {"Authorization": f"Bearer {read_token(tmp_path / 'ann')}"}
+
+    def flood(_: int) -> tuple[int, str | None]:
+        answer = head_of(shared, "GET", f"{JOBS}/nosuch", **ann)
+        return answer.status, answer.headers["Retry-After"]
+
+    with ThreadPoolExecutor(8) as pool:
+        begun_s = time.monotonic()
+        answers = list(pool.map(flood, range(60)))
+        took_s = time.monotonic() - begun_s
+        assert shared.client(tmp_path / "bob").jobs() == []
+    assert set(answers) == {(404, None), (429, "1")}
+    assert 5 <= answers.count((404, None)) <= 6 + 2.0 * took_s
+    shared.api._pace = Pace(per_s=2.0, burst=1, at_once_max=100)
+    patient = Client(shared.url, token_file=tmp_path / "ann", away_s=WAIT_S)
+    for _ in range(3):
+        assert patient.jobs() == []
+    shared.api._pace = Pace(per_s=0.001, burst=1, at_once_max=100)
+    hasty = shared.client(tmp_path / "ann")
+    assert hasty.jobs() == []
+    with pytest.raises(ServiceAway, match=r"^ann asks more than 0\.001 times a second: ask again"):
+        hasty.jobs()
+
+
+def test_who_has_much_under_way_begins_no_more(shared: Served, tmp_path: Path) -> None:
+    """Bodies that never came held a connection each, for a minute, until there were none left."""
+    shared.api._pace = Pace(per_s=1e6, burst=1000, at_once_max=3)
+    where, token = urlsplit(shared.url), read_token(tmp_path / "ann")
+    head = (
+        "POST /api/v1/jobs HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {token}\r\nContent-Length: 100\r\n\r\n{{"
+    )
+    with contextlib.ExitStack() as slow:
+        for _ in range(3):
+            there = socket.create_connection((where.hostname or "", where.port or 0), WAIT_S)
+            slow.enter_context(there).sendall(head.encode())
+        until(lambda: shared.api._pace._under_way["ann"] == 3, "they are read")
+        with pytest.raises(ServiceAway, match=r"^3 requests of ann's are under way already"):
+            shared.client(tmp_path / "ann").jobs()
+        assert shared.client(tmp_path / "bob").jobs() == []
+    until(lambda: not shared.api._pace._under_way["ann"], "who is gone asks nothing")
+    assert shared.client(tmp_path / "ann").jobs() == []
