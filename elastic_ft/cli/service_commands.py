@@ -115,7 +115,7 @@ def start(
     address = address or (None if local_nodes else os.environ.get("RAY_ADDRESS"))
     if address is None and local_nodes is None:
         raise ConfigError("--address, --local-nodes: expected one of them")
-    there = f"http{'s' * bool(tls_cert)}://127.0.0.1:{port}"
+    there = how.url_here
     if port and (found := starting.running(there, folder)) is not None:
         say(f"the service runs already: {there} (folder {found['folder']})")
         return COMPLETED

@@ -293,11 +293,15 @@ class Client:
 
 
 def _scheme(url: str) -> str:
-    """ "" where it is no address at all."""
+    """ "" where it is no address that a service could have: of a user, a question or a place in a
+    page it would make another one, or none."""
+    if not url.isascii() or not url.isprintable() or {*url} & set(" ?#@"):
+        return ""
     try:
         parts = urllib.parse.urlsplit(url)
-        return parts.scheme if parts.hostname and (parts.port is None or parts.port) else ""
-    except ValueError:  # its port is no number
+        is_one = parts.hostname and parts.hostname.encode("idna")
+        return parts.scheme if is_one and (parts.port is None or parts.port) else ""
+    except ValueError:  # its port is no number, its name too long
         return ""
 
 

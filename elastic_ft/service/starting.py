@@ -20,6 +20,7 @@ from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service import local_nodes
 from elastic_ft.service.access import LOOPBACK, Rights, check_host
+from elastic_ft.service.served_at import service_url
 from elastic_ft.service.service_client import Client, ServiceAway
 
 START_TIMEOUT_S = 180.0  # nodes and imports, on a machine that has much to do
@@ -43,6 +44,12 @@ class HowToServe:
         check_host(self.host, self.users)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("--tls-cert and --tls-key: expected both of them, or none")
+
+    @property
+    def url_here(self) -> str:
+        """At which this machine finds it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return service_url(host, self.port, bool(self.tls_cert))
 
 
 def running(url: str, folder: str) -> dict[str, Any] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +16,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from elastic_ft.errors import ConfigError
+from elastic_ft.cli.app import run_command
+from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.service import served_at
 from elastic_ft.service.access import Rights, new_token, read_token
 from elastic_ft.service.floods import Pace
-from elastic_ft.service.service_client import Client, ServiceAway
+from elastic_ft.service.served_at import bound, service_url
+from elastic_ft.service.service_client import VARIABLE, Client, ServiceAway
 from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
 from tests.oneproc.test_service_crowds import until
 from tests.oneproc.test_service_strangers import JOBS, ask
@@ -26,6 +31,13 @@ YAML = (
     "name: tiny\nsteps: 10\nmodel: {preset: decoder-1m}\ndata: {url: 'stdlib:'}\n"
     "optimizer: {name: adamw, kwargs: {x: %s}}\n"
 )
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as tried:
+        tried.bind(("::1", 0))
+        return True
+    return False
 
 
 @pytest.fixture
@@ -216,3 +228,88 @@ def test_who_has_much_under_way_begins_no_more(shared: Served, tmp_path: Path) -
         assert shared.client(tmp_path / "bob").jobs() == []
     until(lambda: not shared.api._pace._under_way["ann"], "who is gone asks nothing")
     assert shared.client(tmp_path / "ann").jobs() == []
+
+
+# ------------------------------------------------------------------------------------- addresses
+
+
+class Listening(Served):
+    """At ``host`` and ``port``, as the service's actor does."""
+
+    def __init__(self, folder: Path, host: str, port: int = 0) -> None:
+        self.host, self.port = host, port
+        super().__init__(folder)
+        self.url = service_url(host, self.port, False)
+
+    async def _open(self) -> None:
+        await self._runner.setup()
+        self.port = await bound(self._runner, self.host, self.port, None, False)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+def test_an_address_may_be_one_of_ipv6(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told as http://::1:8266, which nobody finds."""
+    served = Listening(tmp_path / "F", "::1")
+    try:
+        assert served.url.startswith("http://[::1]:")
+        found = served.client().submit(JOB)
+        assert found["page"] == f"{served.url}/jobs/tiny-1"
+        assert run_command(["jobs", "--service", served.url]) == 0
+        monkeypatch.setenv(VARIABLE, f"{served.url}/")
+        assert run_command(["status", "tiny-1"]) == 0
+        assert capsys.readouterr().out.count("tiny-1") > 1
+        how = ["--folder", str(tmp_path / "F"), "--host", "::1", "--port", str(served.port)]
+        assert run_command(["service", "start", "--local-nodes", "1", *how]) == 0
+        assert f"the service runs already: {served.url}" in capsys.readouterr().out
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://::1:8266", "http://[::1", "[::1]:8266", "http://[zz]:1", "http://a b:80"),
+        *("http://h\n:80", "http://\udcff:80", f"http://{'x' * 99}:1", "http://u:p@h:80"),
+        *("http://h:80?x=1", "http://h:80#f", "http://h:0", "http://h:99999", "ftp://h", "h:80"),
+    ],
+)
+def test_what_is_no_address_is_said_to_be_none(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--service: expected http://host:port, found"):
+        Client(url, away_s=0.0)
+
+
+def test_a_port_that_is_given_up_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who started a service while the one before it ended was told that it can't be had."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        monkeypatch.setattr(served_at, "BIND_TIMEOUT_S", 0.5)
+        with pytest.raises(UsageError, match=f"^--port: 127.0.0.1:{port} can't be had: .*in use"):
+            Listening(tmp_path / "F", "127.0.0.1", port)
+        monkeypatch.setattr(served_at, "BIND_TIMEOUT_S", WAIT_S)
+        tried, again = threading.Event(), asyncio.sleep
+
+        async def rests(seconds: float) -> None:
+            tried.set()
+            await again(seconds)
+
+        monkeypatch.setattr(served_at.asyncio, "sleep", rests)
+        with ThreadPoolExecutor(1) as pool:
+            begun = pool.submit(Listening, tmp_path / "F", "127.0.0.1", port)
+            assert tried.wait(WAIT_S)
+            holder.close()
+            served = begun.result(WAIT_S)
+    try:
+        assert served.port == port and served.client().jobs() == []
+    finally:
+        served.close()
+
+
+def test_what_can_not_be_waited_for_is_not(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--port: 192\.0\.2\.1:0 can't be had"):
+        Listening(tmp_path / "F", "192.0.2.1")  # of nobody: RFC 5737
