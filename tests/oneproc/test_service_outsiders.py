@@ -12,15 +12,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
+from elastic_ft.cli import service_commands
 from elastic_ft.cli.app import run_command
 from elastic_ft.errors import ConfigError, UsageError
-from elastic_ft.service import served_at
+from elastic_ft.service import served_at, starting
 from elastic_ft.service.access import Rights, new_token, read_token
 from elastic_ft.service.floods import Pace
+from elastic_ft.service.local_nodes import FILE, LOG
 from elastic_ft.service.served_at import bound, service_url
 from elastic_ft.service.service_client import VARIABLE, Client, ServiceAway
 from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
@@ -313,3 +317,74 @@ def test_a_port_that_is_given_up_is_waited_for(
 def test_what_can_not_be_waited_for_is_not(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^--port: 192\.0\.2\.1:0 can't be had"):
         Listening(tmp_path / "F", "192.0.2.1")  # of nobody: RFC 5737
+
+
+# ----------------------------------------------------------------------------------- two at once
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Folder of a service whose process is ``nodes_without_ray``; it ends with the test."""
+    folder = tmp_path / "F"
+    named = SimpleNamespace(__name__="tests.oneproc.nodes_without_ray", FILE=FILE, LOG=LOG)
+    monkeypatch.setattr(starting, "local_nodes", named)
+    yield folder
+    started = folder / "started"
+    for pid in started.read_text().split() if started.exists() else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(pid))
+            if named.__name__ in process.cmdline():
+                process.kill()
+                process.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("port", ["0", "free"])
+def test_two_starts_at_once_are_one_service(
+    nodes: Path, capsys: pytest.CaptureFixture[str], port: str
+) -> None:
+    """Each started nodes of its own, and one of them failed over the port, or took the folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1] if port == "free" else 0
+
+    def start() -> int:
+        return service_commands.start(local_nodes=1, folder=str(nodes), port=number)
+
+    with ThreadPoolExecutor(2) as pool:
+        starts = [pool.submit(start) for _ in range(2)]
+        assert [each.result(WAIT_S) for each in starts] == [0, 0]
+    said = capsys.readouterr().out
+    assert len((nodes / "started").read_text().split()) == 1, said
+    url = json.loads((nodes / FILE).read_text())["url"]
+    assert f"the service runs: {url}\n" in said
+    assert f"the service runs already: {url} (folder {nodes})\n" in said
+    assert start() == 0
+    assert f"the service runs already: {url}" in capsys.readouterr().out
+
+
+def test_nodes_whose_service_is_just_gone_are_waited_for(
+    nodes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``service stop`` and ``service start`` after it: process 4711 has the local nodes already."""
+    monkeypatch.setattr(starting, "ENDING_TIMEOUT_S", WAIT_S)
+    how = ["--local-nodes", "1", "--folder", str(nodes), "--port", "0"]
+    assert run_command(["service", "start", *how]) == 0
+    first = json.loads((nodes / FILE).read_text())
+    Client(first["url"], away_s=0.0).stop_service()  # its process goes a second later
+    assert run_command(["service", "start", *how]) == 0
+    assert json.loads((nodes / FILE).read_text())["pid"] != first["pid"]
+    capsys.readouterr()
+    Client(json.loads((nodes / FILE).read_text())["url"]).stop_service("stop")  # and it stays
+    monkeypatch.setattr(starting, "ENDING_TIMEOUT_S", 0.3)
+    assert run_command(["service", "start", *how]) == 2
+    assert "has the local nodes of" in capsys.readouterr().err
+
+
+def test_a_folder_that_can_not_be_is_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file/F"
+    how = ["--local-nodes", "1", "--folder", str(folder), "--port", "0"]
+    assert run_command(["service", "start", *how]) == 2
+    assert capsys.readouterr().err == f"elastic-ft: --folder: {folder}: Not a directory\n"
