@@ -115,17 +115,18 @@ def start(
     address = address or (None if local_nodes else os.environ.get("RAY_ADDRESS"))
     if address is None and local_nodes is None:
         raise ConfigError("--address, --local-nodes: expected one of them")
-    there = f"http{'s' * bool(tls_cert)}://127.0.0.1:{port}"
-    if port and (found := starting.running(there, folder)) is not None:
-        say(f"the service runs already: {there} (folder {found['folder']})")
-        return COMPLETED
-    if local_nodes is not None:
-        url = starting.start_here(how, local_nodes, cpus_per_node, say)
-    else:
-        assert address is not None
-        with connected(address):
-            url = starting.start_at(how)
-    say(f"the service runs: {url}")
+    if (found := starting.found_here(how)) is None:
+        with starting.one_at_a_time(how):
+            if (found := starting.found_here(how)) is None:  # nor has another start been in time
+                if local_nodes is not None:
+                    url = starting.start_here(how, local_nodes, cpus_per_node, say)
+                else:
+                    assert address is not None
+                    with connected(address):
+                        url = starting.start_at(how)
+                say(f"the service runs: {url}")
+                return COMPLETED
+    say(f"the service runs already: {found['url']} (folder {found['folder']})")
     return COMPLETED
 
 
