@@ -29,7 +29,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import psutil
 
 from benchmarks.document import table
-from benchmarks.peers.run import STEADY_POLL_S, WARM_STEPS, Bench
+from benchmarks.peers.bench import STEADY_POLL_S, WARM_STEPS, Bench
 from benchmarks.peers.systems import SYSTEMS, System, make
 
 DEADLINE_S = 300.0

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_ft.core.assignment import CheckpointRef, Holding, Source, Tier
-from elastic_ft.core.commands import (
-    CommitCheckpoint,
-    FinishJob,
-    PauseWorkers,
-    RollBack,
-    StartTimer,
-)
+from elastic_ft.core.commands import CommitCheckpoint, FinishJob, PauseWorkers, RollBack, StartTimer
 from elastic_ft.core.events import (
     CheckpointCommitted,
     CheckpointDamaged,

@@ -26,16 +26,7 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.errors import JobFailed
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import read_lines
-from tests.multiproc.harness import (
-    CORPUS,
-    PATIENT,
-    Once,
-    Run,
-    host_of,
-    make_job,
-    on_disk,
-    run_job,
-)
+from tests.multiproc.harness import CORPUS, PATIENT, Once, Run, host_of, make_job, on_disk, run_job
 from tests.waiting import until
 
 DEADLINE_S = 150.0  # a controller imports torch, and so does who forks workers

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_cuda_on_cpu import make_groups, make_job
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,6 +21,7 @@ from elastic_ft.engines.base import MicroBatch
 from elastic_ft.errors import ConfigError, GroupBroken
 from elastic_ft.groups import groups as groups_module
 from elastic_ft.models.build import build_model
+from tests.oneproc.gpu_jobs import make_groups, make_job
 
 LAYOUTS: list[tuple[str, dict[str, int]]] = [
     ("ddp", {}),

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -36,10 +33,11 @@ from elastic_ft.models.experts import MixtureConfig, MixtureDecoder
 from elastic_ft.models.loss import IGNORED_LABEL
 from elastic_ft.models.ulysses import HeadShare, WholeSequence
 from tests.oneproc.alone import job_of
+from tests.oneproc.rank_threads import Meeting, Seat, Threads, on_ranks
 
 pytest.importorskip("transformers")
 
-VOCABULARY, DEADLINE_S = 31, 60.0
+VOCABULARY = 31
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -122,73 +120,6 @@ def batch(length: int = 24, packed: bool = False, padded: bool = False) -> dict[
     return given
 
 
-# ----------------------------------------------------------------------------------- threads
-
-
-@dataclass
-class Meeting:
-    """Of as many threads as there are ranks; each has what all have brought."""
-
-    size: int
-    brought: dict[int, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._barrier = threading.Barrier(self.size, timeout=DEADLINE_S)
-
-    def all_of(self, rank: int, own: Tensor) -> list[Tensor]:
-        self.brought[rank] = own
-        self._barrier.wait()
-        found = [self.brought[rank] for rank in range(self.size)]
-        self._barrier.wait()
-        return found
-
-    def abort(self) -> None:
-        self._barrier.abort()
-
-
-@dataclass(frozen=True)
-class Seat:
-    meeting: Meeting
-    rank: int
-
-
-class Threads(ContextShare):
-    group: Seat  # type: ignore[assignment]
-
-    @property
-    def ranks(self) -> int:
-        return self.group.meeting.size
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    def whole(self, counts: Tensor) -> Tensor:
-        return torch.stack(self.group.meeting.all_of(self.rank, counts.detach())).sum(dim=0)
-
-
-class ThreadsByHeads(Threads, HeadShare):
-    def swap(self, parts_R: Tensor) -> Tensor:
-        return _Swap.apply(parts_R, self.group)
-
-
-class _Swap(torch.autograd.Function):
-    """Gradients go the way back, which is the same."""
-
-    @staticmethod
-    def forward(ctx: Any, parts_R: Tensor, seat: Seat) -> Tensor:
-        ctx.seat = seat
-        everyones = seat.meeting.all_of(seat.rank, parts_R.detach())
-        return torch.stack([parts[seat.rank] for parts in everyones])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Swap.forward(ctx, gradient, ctx.seat), None
-
-
-HOW: dict[str, type[Threads]] = {"all_gather": Threads, "ulysses": ThreadsByHeads}
-
-
 @pytest.fixture(autouse=True)
 def threads_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_gather(everyones: Tensor, own: Tensor, group: Seat) -> None:
@@ -200,23 +131,6 @@ def threads_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(context_parallel, "_all_gather", all_gather)
     monkeypatch.setattr(context_parallel, "_reduce_scatter", reduce_scatter)
-
-
-def on_ranks(
-    count: int, work: Callable[[ContextShare], Any], method: str = "all_gather"
-) -> list[Any]:
-    """What ``work`` returns on each rank, by rank."""
-    meeting = Meeting(count)
-
-    def run(rank: int) -> Any:
-        try:
-            return work(HOW[method](Seat(meeting, rank)))  # type: ignore[arg-type]
-        except BaseException:
-            meeting.abort()
-            raise
-
-    with ThreadPoolExecutor(count) as pool:
-        return [made.result(DEADLINE_S) for made in [pool.submit(run, r) for r in range(count)]]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Data: every format, the cache that several processes share, the error lines."""
+"""Data: every format, the samples, the cache that several processes share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 from tokenizers import Tokenizer
 
 from elastic_ft.config import DataConfig, parse_job
 from elastic_ft.data import corpus as corpus_module
 from elastic_ft.data.corpus import open_corpus
-from elastic_ft.data.dataset import DataBundle, Dataset, open_dataset, preflight
-from elastic_ft.errors import DataError, ModelError, StorageError
+from elastic_ft.data.dataset import Dataset, open_dataset, preflight
+from elastic_ft.errors import DataError, ModelError
+from tests.oneproc.texts import DOCUMENTS, write_texts
 
-DOCUMENTS = [
-    f"Document {n}: the quick brown fox jumps over {n} lazy dogs.\n" * 8 for n in range(20)
-]
 PROCESSES = 4
 DEADLINE_S = 120
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Any:
-    """Makes a DataConfig with small windows and a private cache."""
-
-    def make(url: object = None, **changes: Any) -> DataConfig:
-        values = {"vocab_size": 300, "sequence_length": 8, "cache_dir": str(tmp_path / "cache")}
-        location = {} if url is None else {"url": str(url)}
-        return DataConfig.model_validate(values | location | changes)
-
-    return make
-
-
-def write_texts(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    for number, text in enumerate(DOCUMENTS):
-        (folder / f"{number:02}.txt").write_text(text)
-    return folder
 
 
 def decoded(config: DataConfig) -> list[str]:
@@ -293,230 +270,6 @@ def test_processes_that_start_together_tokenise_once(config: Any, tmp_path: Path
     assert [process.exitcode for process in processes] == [0] * PROCESSES
     assert len(set(found)) == 1
     assert len(log.read_text().split()) == 1
-
-
-# -------------------------------------------------------------------------------- error lines
-
-
-class Forbidding(MemoryFileSystem):
-    protocol = "forbidding"
-
-    def info(self, path: str, **kwargs: Any) -> Any:
-        raise PermissionError("403 Forbidden")
-
-
-fsspec.register_implementation("forbidding", Forbidding, clobber=True)
-
-
-@pytest.mark.parametrize(
-    ("content", "changes", "error", "expected"),
-    [
-        pytest.param(
-            {}, {"url": "{}/none"}, DataError, "none: no such file or folder", id="missing"
-        ),
-        pytest.param({}, {"url": "{}/*.txt"}, DataError, "no files found", id="empty-glob"),
-        pytest.param({"_x": "a"}, {}, DataError, "no files found", id="nothing-but-hidden"),
-        pytest.param({"a.txt": ""}, {}, DataError, "1 files found, all of them empty", id="empty"),
-        pytest.param(
-            {"a.txt": "short"},
-            {},
-            DataError,
-            r"found \d tokens, one sample needs 9 \(data.sequence_length 8 and the next token\)",
-            id="less-than-a-sample",
-        ),
-        pytest.param({"a.txt": "a\0b"}, {}, DataError, "expected text, found binary", id="binary"),
-        pytest.param(
-            {"a.txt": "x", "b.jsonl": "{}"},
-            {},
-            DataError,
-            r"several formats: .*b.jsonl \(jsonl\), .*a.txt \(text\)",
-            id="mixed",
-        ),
-        pytest.param(
-            {"a.jsonl": '{"text": "a"}\nnope'}, {}, DataError, "line 2: not JSON", id="not-json"
-        ),
-        pytest.param({"a.jsonl": "[1]"}, {}, DataError, "expected an object", id="json-list"),
-        pytest.param(
-            {"a.jsonl": '{"body": "x", "id": 1}'},
-            {},
-            DataError,
-            "data.text_field: .*line 1: no field 'text'; found body, id",
-            id="no-field",
-        ),
-        pytest.param(
-            {"a.jsonl": '{"text": 3}'}, {}, DataError, "'text' is int, expected text", id="number"
-        ),
-        pytest.param({"a.jsonl": "\n\n"}, {}, DataError, "no tokens in 1 files", id="blank-lines"),
-        pytest.param(
-            {"a.parquet": "PAR1 not really"}, {}, DataError, "unreadable parquet", id="bad-parquet"
-        ),
-        pytest.param(
-            {"a.bin": "abc"}, {}, DataError, "not a whole number of 2-byte tokens", id="odd-bytes"
-        ),
-        pytest.param(
-            {"a.txt": "text"},
-            {"tokenizer": "{}/a.txt"},
-            DataError,
-            "data.tokenizer: .*not a tokenizer.json",
-            id="bad-tokenizer",
-        ),
-        pytest.param(
-            {"a.txt": "text"},
-            {"tokenizer": "{}/none.json"},
-            DataError,
-            "data.tokenizer: .*no such file",
-            id="no-tokenizer",
-        ),
-        pytest.param(
-            {"a.txt": "text"},
-            {"cache_dir": "{}/a.txt"},
-            StorageError,
-            "data.cache_dir: ",
-            id="cache-is-a-file",
-        ),
-        pytest.param(
-            {},
-            {"url": "nope://x"},
-            StorageError,
-            "data.url: .* nope:// is not known",
-            id="protocol",
-        ),
-        pytest.param(
-            {}, {"url": "forbidding://x"}, StorageError, "access denied: .*403", id="forbidden"
-        ),
-        pytest.param(
-            {}, {"url": "stdlib:", "format": "jsonl"}, DataError, "stdlib: is text", id="stdlib"
-        ),
-        pytest.param(
-            {"a.txt": "word " * 200},
-            {"eval_every_steps": 5, "eval_fraction": 0},
-            DataError,
-            "data.eval_every_steps: 5, but no samples are held out",
-            id="nothing-to-evaluate",
-        ),
-    ],
-)
-def test_bad_data_is_one_line(
-    config: Any,
-    tmp_path: Path,
-    content: dict[str, str],
-    changes: dict[str, Any],
-    error: type[Exception],
-    expected: str,
-) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name, text in content.items():
-        (folder / name).write_text(text)
-    filled = {k: v.format(folder) if isinstance(v, str) else v for k, v in changes.items()}
-    with pytest.raises(error, match=expected) as caught:
-        open_dataset(config(**{"url": str(folder)} | filled), 0)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("column", "expected"),
-    [
-        ({"body": ["a"], "id": [1]}, "no column 'text'; found body, id"),
-        ({"text": [1]}, "column 'text' is int64, expected string"),
-    ],
-)
-def test_a_parquet_file_without_text_is_one_line(
-    config: Any, tmp_path: Path, column: dict[str, list[Any]], expected: str
-) -> None:
-    pq.write_table(pa.table(column), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=f"data.text_field: .*{expected}"):
-        open_corpus(config(tmp_path / "a.parquet"))
-
-
-def test_tokens_outside_the_tokenizer_are_refused(config: Any, tmp_path: Path) -> None:
-    trained = open_corpus(config(write_texts(tmp_path / "texts")))
-    tokenizer = Path(trained.tokens_file).parent / "tokenizer.json"
-    np.array([1, 2, 9999], dtype="<u2").tofile(tmp_path / "t.bin")
-    with pytest.raises(DataError, match=r"token 9999 is outside data.tokenizer's vocabulary of"):
-        open_corpus(config(tmp_path / "t.bin", tokenizer=str(tokenizer)))
-
-
-def test_an_unreachable_store_is_one_line(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # discard: nobody listens
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    with pytest.raises(StorageError, match=r"data.url: s3://bucket/x: cannot be read: .*endpoint"):
-        open_dataset(config("s3://bucket/x"), 0)
-
-
-# ----------------------------------------------------------------------- datasets by import path
-
-
-class Squares:
-    """A user's dataset, as torch's own are: no ``collate``."""
-
-    vocab_size = 11
-
-    def __init__(self, count: int = 10) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": torch.tensor(index), "y": torch.tensor(index**2)}
-
-
-def make_seeded(seed: int, count: int) -> tuple[Squares, Squares]:
-    return Squares(count), Squares(seed)
-
-
-def make_iterator() -> Iterator[int]:
-    return iter(range(3))
-
-
-def make_trouble() -> Squares:
-    raise OSError("no disk")
-
-
-HERE = __name__
-
-
-def open_path(config: Any, name: str, **kwargs: Any) -> DataBundle:
-    return open_dataset(config(path=f"{HERE}:{name}", kwargs=kwargs), seed=3)
-
-
-def test_a_users_dataset_gets_torchs_collate(config: Any) -> None:
-    bundle = open_path(config, "Squares", count=4)
-    assert bundle.evaluation is None
-    assert (bundle.vocab_size, bundle.sequence_length, bundle.fingerprint) == (11, None, None)
-    batch = bundle.train.collate([bundle.train[2], bundle.train[3]])
-    assert batch["y"].tolist() == [4, 9]
-
-
-def test_a_pair_is_training_and_evaluation_and_the_seed_is_passed(config: Any) -> None:
-    bundle = open_path(config, "make_seeded", count=7)
-    assert bundle.evaluation is not None
-    assert (len(bundle.train), len(bundle.evaluation)) == (7, 3)
-    bundle = open_path(config, "make_seeded", count=7, seed=5)
-    assert bundle.evaluation is not None
-    assert len(bundle.evaluation) == 5
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "expected"),
-    [
-        ("missing", {}, "no 'missing' in"),
-        ("HERE", {}, "expected a callable"),
-        ("Squares", {"size": 1}, "unexpected keyword argument 'size'"),
-        ("Squares", {"count": 0}, "returned a Squares without samples"),
-        ("Squares", {"count": -1}, r"len\(\) failed: ValueError"),
-        ("make_iterator", {}, "expected a map-style dataset"),
-        ("make_trouble", {}, "failed: OSError: no disk"),
-    ],
-)
-def test_a_users_mistake_is_one_line(
-    config: Any, name: str, kwargs: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(DataError, match=f"data.path: .*{expected}") as caught:
-        open_path(config, name, **kwargs)
-    assert "\n" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------- preflight

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import socket
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,111 +13,26 @@ import pytest
 import torch
 
 from elastic_ft.core.assignment import Assignment, Holding, Keeper, Source, Tier
-from elastic_ft.core.commands import DropKept, RecordStep, ReleaseWorker
-from elastic_ft.core.events import KeeperHolds, KeeperReady
+from elastic_ft.core.commands import DropKept
+from elastic_ft.core.events import KeeperHolds
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import shares
-from elastic_ft.errors import StateDamaged, StateUnreadable
-from elastic_ft.keeper.buffer import (
-    DIGEST_BYTES,
-    is_whole,
-    label,
-    schema_bytes,
-    schema_of_parts,
-    seal,
-    shard_bytes,
-)
-from elastic_ft.keeper.keeper_client import (
-    KeeperClient,
-    KeeperDeadlines,
-    KeeperGone,
-    KeeperRefused,
-    LeftShard,
-)
-from elastic_ft.keeper.node_keeper import HEALTH_EVERY_S, NodeKeeper
+from elastic_ft.errors import StateDamaged
+from elastic_ft.keeper.buffer import DIGEST_BYTES, is_whole, label, schema_bytes, seal, shard_bytes
+from elastic_ft.keeper.keeper_client import KeeperClient, KeeperRefused, LeftShard
+from elastic_ft.keeper.node_keeper import HEALTH_EVERY_S
 from elastic_ft.keeper.protocol import Free, Sealed, Unseal, Upload
 from elastic_ft.state import host_memory
 from elastic_ft.state.host_memory import HostMemory
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import StateTensor
 from elastic_ft.storage.store import open_store
-from elastic_ft.transport.control import ControlServer, Inspect, NodeHealth, Welcome
-from elastic_ft.transport.tls import JobKey
+from elastic_ft.transport.control import NodeHealth
 from tests.core.script import member
 from tests.multiproc.harness import make_job
-
-WHOLE = Box((0, 0), (4, 3))
-SCHEMA = schema_of_parts([("a", "float32", (8, 3), WHOLE, 4), ("b", "int64", (), Box((), ()), 8)])
-VALUES = np.arange(12, dtype=np.float32)
-SPACE, SHARD = "pp1.s2.tp1", "pp0.s0.tp0"
-RUN = "run"
-
-
-def held(step: int, generation: int = 1) -> Holding:
-    return Holding(step, SPACE, SHARD, Tier.KEEPER, generation)
-
-
-def of(step: int, generation: int = 1) -> Source:
-    return Source(step, Tier.KEEPER, SPACE, generation=generation)
-
-
-class Desk:
-    """A controller's end: collects what keepers say."""
-
-    def __init__(self, checkpoint_url: str) -> None:
-        self.said: queue.Queue[Any] = queue.Queue()
-        self.ended: list[str] = []
-        welcome = Welcome(make_job("ddp"), RUN, checkpoint_url, ("", 0))
-        self.server = ControlServer(
-            "127.0.0.1",
-            lambda member: welcome,
-            lambda member, message: self.said.put(message),
-            lambda member, silent_s: self.ended.append(member.worker),
-        )
-        self.server.start()
-
-    def next(self, kind: type) -> Any:
-        while not isinstance(message := self.said.get(timeout=60), kind):
-            pass
-        return message
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(str(tmp_path))
-    yield desk
-    desk.server.close()
-
-
-@pytest.fixture
-def node_keeper(desk: Desk) -> NodeKeeper:
-    return NodeKeeper(("127.0.0.1", desk.server.port), desk.server.key, "n0", "127.0.0.1")
-
-
-@pytest.fixture
-def keeper(desk: Desk, node_keeper: NodeKeeper) -> Keeper:
-    threading.Thread(target=node_keeper.serve, daemon=True).start()
-    found: Keeper = desk.next(KeeperReady).keeper
-    return found
-
-
-def known(step: int) -> RecordStep:
-    return RecordStep(step, 1, 1, "fsdp1", {"loss": 1.0 / step})
-
-
-def write(client: KeeperClient, step: int, *, sealed: bool = True) -> tuple[str, Any]:
-    """A shard in a buffer of the keeper's. Returns its path and memory."""
-    path, memory = client.allocate(schema_bytes(SCHEMA) + DIGEST_BYTES)
-    buffer = np.frombuffer(memory, np.uint8)
-    buffer[:48] = VALUES.view(np.uint8)
-    buffer[64:72] = np.array([step], np.int64).view(np.uint8)
-    holding = held(step)
-    seal(buffer, label(RUN, holding, SCHEMA))
-    if sealed:
-        client.tell(Sealed(path, holding, SCHEMA, (known(step),)))
-    return path, memory
+from tests.oneproc.desks import RUN, SCHEMA, SHARD, VALUES, WHOLE, Desk, held, known, of, write
 
 
 def test_what_a_worker_sealed_outlives_it_and_is_cut_as_asked(desk: Desk, keeper: Keeper) -> None:
@@ -299,79 +209,6 @@ def test_it_writes_checkpoints_from_the_workers_memory(
     client.close()
 
 
-# ------------------------------------------------------------------- that hang, and are replaced
-
-IMPATIENT = KeeperDeadlines(dial_s=0.2, answer_s=0.2)
-
-
-@pytest.fixture
-def stopped() -> Iterator[Keeper]:
-    """As a process that gets SIGSTOP: its kernel takes connections, and nobody serves them."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield Keeper("n0", ("127.0.0.1", listener.getsockname()[1]))
-
-
-def test_who_dials_a_stopped_keeper_is_told_in_time(stopped: Keeper) -> None:
-    with pytest.raises(KeeperGone, match=r"keeper:n0 can't be reached in 0.2 s"):
-        KeeperClient(stopped, JobKey(b"key"), "w0", IMPATIENT)
-    with pytest.raises(StateUnreadable, match=r"keeper:n0/w1: .* can't be reached") as caught:
-        LeftShard(stopped, JobKey(b"key"), "w1", of(6), SHARD, patience=IMPATIENT)
-    assert caught.value.holder == "keeper:n0/w1"
-
-
-def test_a_keeper_that_can_not_serve_has_not_damaged_anything(desk: Desk, keeper: Keeper) -> None:
-    client = KeeperClient(keeper, desk.server.key, "w0")
-    write(client, 6)
-    client.close()
-    desk.next(KeeperHolds)
-    left = LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
-    with pytest.raises(StateUnreadable, match="keeper:n0/w0: KeyError"):
-        left.read([("no such tensor", WHOLE)])
-    assert left.read([("a", WHOLE)])
-
-
-def test_a_keeper_that_hangs_while_it_is_asked_delays_nobody_for_long(
-    desk: Desk, keeper: Keeper, node_keeper: NodeKeeper
-) -> None:
-    client = KeeperClient(keeper, desk.server.key, "w0")
-    write(client, 6)
-    client._patience = IMPATIENT
-    client._channel.limit(IMPATIENT.dial_s)
-    with node_keeper._lock:
-        with pytest.raises(KeeperGone, match=r"nothing heard for 0.2 s"):
-            client.allocate(100)
-        with pytest.raises(StateUnreadable, match="keeper:n0/w0"):
-            LeftShard(keeper, desk.server.key, "w0", of(6), SHARD, patience=IMPATIENT)
-        told = Sealed("/proc/0/fd/0", held(7), SCHEMA * 100)
-        deadline_s = time.monotonic() + 30
-        while client._channel.send(told):  # until the socket is full: then it is given up
-            assert time.monotonic() < deadline_s, "a full socket takes more and more"
-    with pytest.raises(KeeperGone, match="the line to keeper:n0 has ended"):
-        client.tell(told)  # at once
-    client.close()
-
-
-def test_who_asks_is_woken_when_the_line_is_closed(
-    desk: Desk, keeper: Keeper, node_keeper: NodeKeeper
-) -> None:
-    """As another keeper is used, or as the generation is broken off."""
-    client = KeeperClient(keeper, desk.server.key, "w0", KeeperDeadlines(answer_s=60))
-    failed: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            client.allocate(100)
-        except KeeperGone as error:
-            failed.append(error)
-
-    with node_keeper._lock:
-        asking = threading.Thread(target=ask)
-        asking.start()
-        client.close()
-        asking.join(10)
-    assert failed and not asking.is_alive()
-
-
 def test_it_beats_often_enough_to_be_missed(desk: Desk, keeper: Keeper) -> None:
     """Where the timeout is shorter than that after which it tells its health."""
     began_s = time.monotonic()
@@ -379,54 +216,6 @@ def test_it_beats_often_enough_to_be_missed(desk: Desk, keeper: Keeper) -> None:
         assert desk.next(NodeHealth).node == "n0"
     assert make_job("ddp").elastic.heartbeat_timeout_s < HEALTH_EVERY_S
     assert time.monotonic() - began_s < 2 * HEALTH_EVERY_S
-
-
-def test_who_is_dismissed_ends_and_saves_nothing(
-    desk: Desk, node_keeper: NodeKeeper, tmp_path: Path
-) -> None:
-    """Replaced, it may go on one day: as nobody's keeper."""
-    serving = threading.Thread(target=node_keeper.serve)
-    serving.start()
-    keeper = desk.next(KeeperReady).keeper
-    client = KeeperClient(keeper, desk.server.key, "w0")
-    write(client, 6)
-    desk.server.dismiss(keeper.name, ReleaseWorker(keeper.name, "nothing heard: it was replaced"))
-    assert keeper.name not in desk.server.connected()
-    serving.join(10)
-    assert not serving.is_alive()
-    client.close()
-    assert list(tmp_path.iterdir()) == []
-    assert desk.ended == []
-
-
-def test_strangers_who_say_nothing_keep_no_worker_from_its_keeper(
-    desk: Desk, keeper: Keeper
-) -> None:
-    with contextlib.ExitStack() as strangers:
-        for _ in range(3):
-            strangers.enter_context(socket.create_connection(keeper.address))
-        client = KeeperClient(keeper, desk.server.key, "w0")
-        path, _ = client.allocate(4096)
-        assert path
-        client.close()
-
-
-def test_what_a_keeper_can_not_do_is_its_lines_end(
-    desk: Desk, node_keeper: NodeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody would have read there any more, and what is here been saved by nobody."""
-
-    def breaks(*_: object) -> None:
-        raise OverflowError("what nobody thought of")
-
-    monkeypatch.setattr("elastic_ft.keeper.node_keeper.inspect", breaks)
-    serving = threading.Thread(target=node_keeper.serve, daemon=True)
-    serving.start()
-    desk.next(KeeperReady)
-    assert desk.server.send("keeper:n0", Inspect("w0", 1))
-    serving.join(10)
-    assert not serving.is_alive()
-    assert list(tmp_path.iterdir()), "it says that it has saved"
 
 
 def test_page_locked_memory_is_used_again_by_smaller_shards(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_cuda_on_cpu import make_job
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +25,7 @@ from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.expert_exchange import ExpertShare, how_many
 from elastic_ft.models.experts import MIXTURES, Experts, MixtureDecoder, is_grouped
 from elastic_ft.torch_private import TorchDispatchMode, pretended_world
+from tests.oneproc.gpu_jobs import make_job
 
 ATEN: Any = torch.ops.aten
 GPU = torch.device("cuda", 0)

@@ -18,7 +18,7 @@ from elastic_ft.models.loss import loss_and_named
 from elastic_ft.models.named import NamedSums
 from elastic_ft.observe.run_folder import read_lines
 from tests.oneproc.alone import attached, job_of, reach
-from tests.oneproc.test_own_engine import Own
+from tests.oneproc.own_loops import Own
 from tests.oneproc.test_train_loop import run_job_here
 
 SAMPLES, SIZE, BATCH, STEPS = 40, 3, 8, 3

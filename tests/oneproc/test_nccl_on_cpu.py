@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_cuda_on_cpu import make_groups, make_job
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -19,6 +18,7 @@ from elastic_ft.errors import GroupBroken
 from elastic_ft.groups import groups as groups_module
 from elastic_ft.groups.groups import Groups
 from elastic_ft.worker import devices
+from tests.oneproc.gpu_jobs import make_groups, make_job
 
 SOON_S = 20.0
 LAYOUTS: list[tuple[str, dict[str, int]]] = [

@@ -25,7 +25,7 @@ from elastic_ft.training.elsewhere import INSTEAD
 from elastic_ft.training.loader import Loader, collated, drawn_bundle
 from elastic_ft.worker.steering import Dealt, Ended, Steering
 from elastic_ft.worker.step import Step
-from tests.oneproc.test_own_engine import Own
+from tests.oneproc.own_loops import Own
 
 PASS = 2  # steps
 

@@ -16,7 +16,7 @@ from elastic_ft.engines.own_frozen import Frozen, digest_of
 from elastic_ft.errors import ConfigError
 from elastic_ft.groups.store_links import StoreLinks
 from tests.oneproc.alone import CPU, TIMEOUT_S
-from tests.oneproc.test_own_engine import Own, Tied
+from tests.oneproc.own_loops import Own, Tied
 
 
 class Half(Own):
