@@ -17,7 +17,7 @@ from elastic_ft.worker.agreement import sum_over_members
 
 FLOOR = 0.1  # of a loss: less is compared with this
 TOLERANCE = {"cpu": 1e-4}  # relative; by type of device
-TOLERANCE_ELSEWHERE = 1e-3  # GPUs of several kinds round differently
+TOLERANCE_ELSEWHERE = 1e-2  # GPUs of several kinds round differently, more so in bfloat16
 WHY = (
     "@ctx.step: the loss of one micro-batch is {found} at step {step}, so it depends on what ranks "
     "do not share: what the micro-batch before has left (a hidden state), what was collected "
