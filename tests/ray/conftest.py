@@ -13,6 +13,7 @@ import pytest
 from ray.train import RunConfig
 from trial import NODES, Trial
 
+from elastic_ft.hosts.ray import worker_actor
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
@@ -72,3 +73,12 @@ def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Trial
     yield begin
     for trial in trials:
         trial.abandon()
+
+
+@pytest.fixture
+def no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are made here ask no cluster for their GPU, and leave this process's environment
+    as it is."""
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    monkeypatch.setattr(worker_actor, "_own_gpu", lambda worker: {})
+    monkeypatch.setattr(worker_actor, "_make_room", lambda values: None)
