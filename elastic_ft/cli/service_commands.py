@@ -209,8 +209,13 @@ def submit(
 
 
 def _ended(job: dict[str, Any]) -> int:
-    say(f"{job['id']}: {job['state']}: {job['reason']}; run folder: {job['run_folder']}")
+    say(f"{_end_of(job)}; run folder: {job['run_folder']}")
     return {"completed": COMPLETED, "stopped": INTERRUPTED}.get(job["state"], FAILED)
+
+
+def _end_of(job: dict[str, Any]) -> str:
+    why = f": {job['reason']}" if job["reason"] else ""
+    return f"{job['id']}: {job['state']} at step {job['step']}{why}"
 
 
 def jobs(
@@ -324,7 +329,7 @@ def stop_job(job: str, service: str | None, now: bool, timeout_s: float) -> int:
     asked = client(service)
     asked.stop(job, now)
     found = asked.wait(job, timeout_s)
-    say(f"{job}: {found['state']}: {found['reason']}")
+    say(_end_of(found))
     return COMPLETED
 
 

@@ -9,11 +9,14 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -27,7 +30,9 @@ from elastic_ft.service.floods import Pace
 from elastic_ft.service.local_nodes import FILE, LOG
 from elastic_ft.service.served_at import bound, service_url
 from elastic_ft.service.service_client import VARIABLE, Client, ServiceAway
-from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
+from elastic_ft.storage.store import Store, open_store
+from tests.observe.test_replay import KEPT
+from tests.oneproc.test_service_alone import JOB, WAIT_S, Served, told
 from tests.oneproc.test_service_crowds import until
 from tests.oneproc.test_service_strangers import JOBS, ask
 
@@ -388,3 +393,55 @@ def test_a_folder_that_can_not_be_is_a_line(
     how = ["--local-nodes", "1", "--folder", str(folder), "--port", "0"]
     assert run_command(["service", "start", *how]) == 2
     assert capsys.readouterr().err == f"elastic-ft: --folder: {folder}: Not a directory\n"
+
+
+# ------------------------------------------------------------------------- a store that is paid
+
+
+def test_who_looks_at_a_job_that_has_ended_asks_its_store_for_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look at its page, of each who had it open, read all its files and listed two folders."""
+    served = Served(f"memory://outsiders/{uuid4().hex}")
+    try:
+        job = served.client().submit(JOB)["id"]
+        served.client().stop(job)
+        store = open_store(served.service.run_url(job))
+        for path in (KEPT / "kill_and_stop").iterdir():
+            store.put(path.name, path.read_bytes())
+        store.put("result.json", b'{"status": "completed", "reason": "done"}')
+        asked = Counter[str]()
+        for name in ("get", "list"):
+            monkeypatch.setattr(Store, name, counting(getattr(Store, name), name, asked))
+        client = served.client()
+        for _ in range(20):
+            assert client._call("GET", f"jobs/{job}/view")["state"] == "completed"
+        assert asked["list"] <= 2 and asked["get"] <= 8 + asked["get result.json"], asked
+    finally:
+        served.close()
+
+
+def counting(call: Callable[..., Any], name: str, asked: Counter[str]) -> Callable[..., Any]:
+    def counted(store: Store, key: str = "", *more: Any) -> Any:
+        if "jobs/" in store.url:
+            asked.update([name, f"{name} {key}"])
+        return call(store, key, *more)
+
+    return counted
+
+
+def test_who_stops_a_job_is_told_how_far_it_came(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = served.client().submit(JOB)["id"]
+    told(tmp_path / "F/jobs" / job, 7)
+    again = Served(tmp_path / "F")  # which reads it as it begins
+    try:
+        until(lambda: again.client().status(job)["step"] == 7, "it is read")
+        assert run_command(["stop", job, "--service", again.url]) == 0
+        until(lambda: job in again.service._ended, "it is done with")
+        again.service._ended.clear()  # as that of one that ended long ago
+        assert again.client().jobs(all=True)[0]["step"] == 7
+    finally:
+        again.close()
+    assert capsys.readouterr().out == f"{job}: stopped at step 7\n"
