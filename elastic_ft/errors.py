@@ -5,6 +5,7 @@ ElasticError
 │   ├── ConfigError       a key of the job file: unknown, wrong type, impossible value
 │   ├── DataError         data missing, empty, or not what the job says
 │   │   └── DataDiffers   on this worker alone: the others agree on theirs
+│   ├── ScriptDiffers     what this worker's script has lacks something that the others' have
 │   ├── DeviceSick        this worker's GPU computes wrong: another machine must train
 │   ├── StorageError      a URL that can't be reached, read or written (found before the start)
 │   ├── NotOfContext      what a script asks of its context, and that has not (ctx.accumulate)
@@ -56,6 +57,10 @@ class DataError(UsageError):
 
 class DataDiffers(DataError):
     """This worker reads other data than the others, who agree: it alone is at fault."""
+
+
+class ScriptDiffers(UsageError):
+    """This worker's script computes other losses than the others', who agree: it takes no part."""
 
 
 class DeviceSick(UsageError):

@@ -115,17 +115,18 @@ def start(
     address = address or (None if local_nodes else os.environ.get("RAY_ADDRESS"))
     if address is None and local_nodes is None:
         raise ConfigError("--address, --local-nodes: expected one of them")
-    there = f"http{'s' * bool(tls_cert)}://127.0.0.1:{port}"
-    if port and (found := starting.running(there, folder)) is not None:
-        say(f"the service runs already: {there} (folder {found['folder']})")
-        return COMPLETED
-    if local_nodes is not None:
-        url = starting.start_here(how, local_nodes, cpus_per_node, say)
-    else:
-        assert address is not None
-        with connected(address):
-            url = starting.start_at(how)
-    say(f"the service runs: {url}")
+    if (found := starting.found_here(how)) is None:
+        with starting.one_at_a_time(how):
+            if (found := starting.found_here(how)) is None:  # nor has another start been in time
+                if local_nodes is not None:
+                    url = starting.start_here(how, local_nodes, cpus_per_node, say)
+                else:
+                    assert address is not None
+                    with connected(address):
+                        url = starting.start_at(how)
+                say(f"the service runs: {url}")
+                return COMPLETED
+    say(f"the service runs already: {found['url']} (folder {found['folder']})")
     return COMPLETED
 
 
@@ -208,8 +209,13 @@ def submit(
 
 
 def _ended(job: dict[str, Any]) -> int:
-    say(f"{job['id']}: {job['state']}: {job['reason']}; run folder: {job['run_folder']}")
+    say(f"{_end_of(job)}; run folder: {job['run_folder']}")
     return {"completed": COMPLETED, "stopped": INTERRUPTED}.get(job["state"], FAILED)
+
+
+def _end_of(job: dict[str, Any]) -> str:
+    why = f": {job['reason']}" if job["reason"] else ""
+    return f"{job['id']}: {job['state']} at step {job['step']}{why}"
 
 
 def jobs(
@@ -323,7 +329,7 @@ def stop_job(job: str, service: str | None, now: bool, timeout_s: float) -> int:
     asked = client(service)
     asked.stop(job, now)
     found = asked.wait(job, timeout_s)
-    say(f"{job}: {found['state']}: {found['reason']}")
+    say(_end_of(found))
     return COMPLETED
 
 

@@ -17,6 +17,8 @@ class LoopConfig(Section):
     arguments: tuple[str, ...] = ()  # of the script
     # For what registered objects keep beside large tensors: numbers, text, small tensors.
     state_kb: int = Field(64, ge=1, le=1 << 20)
+    # Whether all ranks make the same loss of the same micro-batch is looked at now and then.
+    compare_losses: bool = True
 
 
 class LoraSection(Section):

@@ -10,6 +10,8 @@ from typing import Any
 from elastic_ft.controller.parts import ControllerParts
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import deadlines
+from elastic_ft.core.commits import UNSAVED
+from elastic_ft.core.state import Turn
 from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.observe.metrics import write_targets
 from elastic_ft.observe.outcome import complete
@@ -110,10 +112,28 @@ class ControllerEnding(ControllerParts):
         """The step of the newest checkpoint, 0 if there is none."""
         return max((ref.step for ref in self.state.checkpoints), default=0)
 
+    def _without_damaged(self, finish: cmd.FinishJob) -> cmd.FinishJob:
+        """Of a checkpoint that is found damaged while the job ends, the core hears no more. Workers
+        and keepers have let go of its state by then: who resumes the job trains its steps again."""
+        kept = tuple(ref for ref in self.state.checkpoints if ref.url not in self._hearing.damaged)
+        if len(kept) == len(self.state.checkpoints):
+            return finish
+        self.state = replace(self.state, checkpoints=kept)
+        last_good = Turn(self.state, self.policy, time.time()).last_good()
+        why = "; ".join(self._hearing.damaged.values())
+        if finish.status != "completed":
+            return replace(finish, reason=f"{finish.reason}; found since: {why}; {last_good}")
+        if not self.policy.final_checkpoint or self._newest() >= self.state.committed:
+            return finish
+        reason = f"{finish.reason}, {UNSAVED}: {why}; {last_good}"
+        return replace(finish, status="suspended", reason=reason)
+
     def _result(self, finish: cmd.FinishJob) -> dict[str, Any]:
         for told in self._inbox.take(0.0):
             self._hearing.hear_late(told)
-        if unsaved := self._left_unsaved():
+        unsaved = self._left_unsaved()  # as it was known when keepers were let go
+        finish = self._without_damaged(finish)
+        if unsaved:
             saved = self._takeover.saved_in_words(self._newest())
             finish = replace(finish, reason=finish.reason + saved)
         result = self._observer.result(finish, self.state, self._ended_at_s, self._fired)

@@ -75,6 +75,7 @@ class Hearing:
         fired: indices of ``faults`` that have fired.
         is_steady: steps go by: what workers tell of them can wait a little.
         kept: bytes that each node's keeper has, as it last said.
+        damaged: URLs of checkpoints that were found to be, once the end was decided, and why.
         heard: of each sender, the number up to which its messages were journalled.
     """
 
@@ -89,6 +90,7 @@ class Hearing:
     fired: set[int]
     is_steady: bool = False
     kept: dict[NodeId, int] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
     heard: dict[str, int] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ any thread
@@ -173,6 +175,7 @@ class Hearing:
     def hear_late(self, item: Any) -> None:
         """The end is decided; what is found out of checkpoints is said all the same."""
         if isinstance(item, ev.CheckpointDamaged):
+            self.damaged[item.url] = item.reason
             generation, fields = self.state().generation, {"step": item.step, "url": item.url}
             self.observer.journal("checkpoint_refused", generation, item.reason, fields)
         elif isinstance(item, Note):

@@ -59,7 +59,7 @@ def pause(
         return
     state = turn.state
     if state.episode is None and state.assignment is not None:
-        episode = Episode(cause, turn.at_s, noticed_s, state.assignment)
+        episode = Episode(cause, turn.at_s, noticed_s, state.assignment, reason=reason)
         turn.set(episode=episode)
     workers = tuple(turn.holders())
     turn.set(phase="pausing", generation=turn.next_generation(), abort=abort)
@@ -221,7 +221,8 @@ def _must_wait(turn: Turn, source: Source, why: str) -> bool:
         finish(turn, "suspended", f"{reason}; {turn.last_good()}")
         return True
     if source.tier is Tier.INITIAL and state.committed and not turn.policy.from_scratch:
-        finish(turn, "failed", no_way_on(state.committed, why))
+        broke = state.episode.reason if state.episode else ""
+        finish(turn, "failed", no_way_on(state.committed, why, broke))
         return True
     if waits_for_store(turn, source):
         suspend_reading(turn)

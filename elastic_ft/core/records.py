@@ -13,7 +13,11 @@ LeftBy = tuple[NodeId, WorkerId]  # an ended worker, and the node whose keeper h
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A change of membership under way."""
+    """A change of membership under way.
+
+    Attributes:
+        reason: in words, of what it began with.
+    """
 
     cause: str
     at_s: float
@@ -22,6 +26,7 @@ class Episode:
     lost: tuple[WorkerId, ...] = ()
     steps_lost: int = 0
     steps_redone: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

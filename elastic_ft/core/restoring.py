@@ -99,9 +99,11 @@ def _is_publishing(turn: Turn, step: int) -> bool:
     return any(a.committing and a.step > step for a in turn.state.uploads.attempts)
 
 
-def no_way_on(recorded: int, why: str) -> str:
-    """The seed is no source once steps are recorded: going back to it is the user's decision."""
-    return f"{why}, and {recorded} steps are recorded; --from-scratch begins anew"
+def no_way_on(recorded: int, why: str, broke: str = "") -> str:
+    """The seed is no source once steps are recorded: going back to it is the user's decision.
+    ``broke``: what training broke off with, which is what the user has to see to first."""
+    way = f"{why}, and {recorded} steps are recorded; --from-scratch begins anew"
+    return f"{way}; training broke off: {broke}" if broke else way
 
 
 def needed_donors(

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from elastic_ft.errors import ConfigError, ElasticError, StoreFailed
 from elastic_ft.observe.lines import SEGMENTS, Line, local_path, parse_lines
 
 if TYPE_CHECKING:
+    from elastic_ft.observe.segments import Found
     from elastic_ft.storage.store import Store
 
 READ_DEADLINE_S = 10.0  # a store that is away is waited for by others
@@ -147,7 +149,7 @@ class Tail:
         self._url = f"{self._folder_url}/{name}"
         self._inode, self._offset, self._next_look_s = 0, 0, 0.0
         self._store: Store | None = None
-        self._read_segments: dict[str, int] = {}  # key -> bytes: they are not downloaded again
+        self._found: Found | None = None  # its segments are not downloaded again
 
     def read(self, bytes_max: int = -1, whole: bool = False) -> list[Line]:
         """``bytes_max``: about so much of a local file, in whole lines; the next look goes on.
@@ -181,7 +183,7 @@ class Tail:
         if self._store is None:
             self._store = open_store(self._folder_url, deadline_s=REMOTE_WITHIN_S)
         try:
-            found = segments.read_segments(self._store, self._name, self._read_segments)
+            found = segments.read_segments(self._store, self._name, self._found)
             content = found.beyond(self._offset)
             if content is None:
                 self._offset = 0
@@ -192,7 +194,7 @@ class Tail:
                 raise
             return b""
         assert content is not None
-        self._read_segments = found.sizes
+        self._found = replace(found, tail=found.head, bodies={})
         return content
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, StoreFailed
+from elastic_ft.observe import run_reader
 from elastic_ft.observe.alive import Vigil, seems_dead
-from elastic_ft.observe.lines import Line
+from elastic_ft.observe.lines import Line, local_path
 from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.observe.run_view import RunView
 
@@ -32,6 +33,10 @@ class RunWatch:
         self._view = RunView(job, PurePosixPath(self._reader.url).name or "run")
         self._vigil: Vigil | None = None
         self._turn = threading.Lock()
+        self._is_remote = local_path(self._reader.url) is None
+        self._result: dict[str, Any] = {}  # as it was read last
+        self._next_result_s = 0.0
+        self._whole_of: dict[str, Any] = {}  # the result up to which all was read
 
     def read(self, rest: float = 0.0) -> None:
         """What is new, a piece after the other. Raises ConfigError where a line is none that a
@@ -71,12 +76,21 @@ class RunWatch:
             result: what is in result.json, if the caller knows; else it is read.
         """
         with self._turn:
-            found = self._reader.result() if result is None else result
+            found = self._known_result() if result is None else result
             try:
-                self._read(whole=bool(found))  # it has ended: who looks may not look again
+                if not (self._is_remote and found and found == self._whole_of):
+                    self._read(whole=bool(found))  # it has ended: who looks may not look again
+                    self._whole_of = found
             except StoreFailed:  # the next look sees more
                 self._read()
             return self._look(found)
+
+    def _known_result(self) -> dict[str, Any]:
+        """Of a remote run no oftener than its other files are read, however many look."""
+        if not self._is_remote or time.monotonic() >= self._next_result_s:
+            self._result = self._reader.result()
+            self._next_result_s = time.monotonic() + run_reader.REMOTE_EVERY_S
+        return self._result
 
     def _look(self, found: dict[str, Any]) -> dict[str, Any]:
         seen = self._view.as_json(time.time(), result=found)

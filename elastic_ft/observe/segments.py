@@ -25,7 +25,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,6 +58,11 @@ class Found:
     bodies: dict[str, bytes] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
+    @property
+    def head(self) -> bytes:
+        """The tail's first line; empty without one."""
+        return self.tail[: self.tail.find(b"\n") + 1]
+
     def beyond(self, offset: int) -> bytes | None:
         """The bytes from ``offset``; None if the file is shorter, or they were not read now."""
         if offset > sum(self.sizes.values()) + len(self.tail):
@@ -72,8 +77,9 @@ class Found:
         return b"".join([*parts, self.tail[max(0, offset - start) :]])
 
 
-def read_segments(store: Store, name: str, known: dict[str, int] | None = None) -> Found:
-    """A file of a folder; of segments that are ``known`` (key -> bytes) not the content.
+def read_segments(store: Store, name: str, known: Found | None = None) -> Found:
+    """A file of a folder; of segments that are ``known`` not the content. The store is asked for a
+    list only where there may be others: the tail begins otherwise.
 
     Raises StoreError, of kind MISSING if there is no such file.
     """
@@ -82,13 +88,15 @@ def read_segments(store: Store, name: str, known: dict[str, int] | None = None) 
     for _ in range(READ_ATTEMPTS):
         # First the tail: segments that are closed from now on don't count with it.
         tail = store.get(name)
+        if known is not None and (found := _unchanged(tail, known)) is not None:
+            return found
         keys = listed(store, name)
         counting = [key for key in keys if _counts(key, name, tail)]
         sizes, bodies = {}, {}
         try:
             for key in counting:
-                if known is not None and key in known:
-                    sizes[key] = known[key]
+                if known is not None and key in known.sizes:
+                    sizes[key] = known.sizes[key]
                 else:
                     bodies[key] = store.get(key)
                     sizes[key] = len(bodies[key])
@@ -102,6 +110,14 @@ def read_segments(store: Store, name: str, known: dict[str, int] | None = None) 
             ignored = tuple(key for key in keys if key not in sizes)
             return Found(tail, sizes, bodies, ignored)
     raise StoreError(f"{store.url_of(name)} changes while it is read", FailureKind.BUSY)
+
+
+def _unchanged(tail: bytes, known: Found) -> Found | None:
+    """With the same segments, or with none; None where that can't be told by its first line."""
+    now = Found(tail)
+    if not tail:
+        return now
+    return replace(known, tail=tail, bodies={}) if now.head and now.head == known.head else None
 
 
 def read_whole(store: Store, name: str) -> bytes:

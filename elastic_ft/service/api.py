@@ -22,6 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from elastic_ft.errors import ConfigError, StoreFailed
 from elastic_ft.service.access import Caller, Rights, caller_of, check_site
 from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, RUNS, WORDS, Crew, Streams
+from elastic_ft.service.floods import AskedTooMuch, Pace
 from elastic_ft.service.listing import flag, listing_of
 from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
 from elastic_ft.service.openapi import document
@@ -45,6 +46,7 @@ PING_EVERY_S = 15.0
 ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
 TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
 STREAMS_MAX, STREAMS_OF_ONE = 1000, 250  # who follows more is asked to come later
+ASKED_PER_S, ASKED_TOGETHER, AT_ONCE_OF_ONE = 100.0, 500, 600  # by one user, streams included
 T = TypeVar("T")
 
 
@@ -59,6 +61,7 @@ class Api:
         self._service, self._users, self._on_stop = service, users, on_stop
         self._closing, self._taking_in = False, 0  # no job is taken in; how many just are
         self._streams = Streams(STREAMS_MAX, STREAMS_OF_ONE)
+        self._pace = Pace(ASKED_PER_S, ASKED_TOGETHER, AT_ONCE_OF_ONE)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=BODY_MAX, middlewares=[refused_in_a_line, self.known])
@@ -95,13 +98,19 @@ class Api:
             )
             token = _bearer(request) or request.cookies.get(COOKIE, "")
             caller = request[CALLER] = caller_of(self._users, token)
-            if job := request.match_info.get("id"):
-                queue = self._service.queue_of(job)
-                if not caller.may_read(queue):  # nor is it told that there is such a job
-                    raise NotKnown(f"there is no job {job:.100}")
-                if changes:
-                    caller.check_write(queue)
+            with self._pace.one(caller.name):
+                self._check_job(request, caller, changes)
+                return await handler(request)
         return await handler(request)
+
+    def _check_job(self, request: web.Request, caller: Caller, changes: bool) -> None:
+        """Raises NotKnown, NotAllowed."""
+        if job := request.match_info.get("id"):
+            queue = self._service.queue_of(job)
+            if not caller.may_read(queue):  # nor is it told that there is such a job
+                raise NotKnown(f"there is no job {job:.100}")
+            if changes:
+                caller.check_write(queue)
 
     async def openapi(self, request: web.Request) -> web.Response:
         return _json(document())
@@ -265,7 +274,10 @@ class Api:
             live = self._is_live(job)
             try:
                 lines = await LOGS.do(by, reader)
-            except web.HTTPServiceUnavailable:  # in the middle of a stream: they come later
+            except (
+                web.HTTPServiceUnavailable,
+                AskedTooMuch,
+            ):  # in the middle of a stream: they come later
                 live, lines = True, []
             for line in lines:
                 number += 1

@@ -14,6 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
+from elastic_ft.service.floods import AskedTooMuch
+
 
 class Crew:
     """``threads`` that work for ``asked_max`` at once, those that wait included: for each who has a
@@ -28,16 +30,16 @@ class Crew:
 
     async def do(self, by: str, function: Callable[..., Any], *args: Any) -> Any:
         """``by``: who asks; "" where nobody has to say. Raises HTTPServiceUnavailable where too
-        many wait."""
+        many wait, AskedTooMuch where too many of ``by``'s do."""
         answer: Future[Any] = Future()
         with self._turn:
-            most = self.of_one_max if by else self.asked_max
-            if self._asked.total() >= self.asked_max or self._asked[by] >= most:
-                raise web.HTTPServiceUnavailable(
-                    text=f"{self._asked.total()} are waiting for {self.name} already"
-                    + (f", {self._asked[by]} of them {by}'s" if by else "")
-                    + ": ask again later"
+            if by and self._asked[by] >= self.of_one_max:
+                raise AskedTooMuch(
+                    f"{self._asked[by]} of {by}'s are waiting for {self.name} already"
                 )
+            if self._asked.total() >= self.asked_max:
+                already = f"{self._asked.total()} are waiting for {self.name} already"
+                raise web.HTTPServiceUnavailable(text=f"{already}: ask again later")
             self._asked[by] += 1
             work = partial(self._work, by, answer, partial(function, *args))
             self._lines.setdefault(by, deque()).append(work)
@@ -83,12 +85,12 @@ class Streams:
     @contextlib.contextmanager
     def one(self, name: str) -> Iterator[None]:
         """``name``: who follows; "" where nobody has to say. Of one thread. Raises
-        HTTPServiceUnavailable."""
-        most = self._of_one_max if name else self._at_once_max
-        if self._open.total() >= self._at_once_max or self._open[name] >= most:
+        HTTPServiceUnavailable, AskedTooMuch."""
+        if name and self._open[name] >= self._of_one_max:
+            raise AskedTooMuch(f"{self._open[name]} streams are followed by {name} already")
+        if self._open.total() >= self._at_once_max:
             raise web.HTTPServiceUnavailable(
-                text=f"{self._open.total()} streams are followed already, {self._open[name]} of "
-                f"them by {name or 'whoever reaches this machine'}: ask again later"
+                text=f"{self._open.total()} streams are followed already: ask again later"
             )
         self._open[name] += 1
         try:

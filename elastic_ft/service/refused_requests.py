@@ -50,7 +50,7 @@ async def refused_in_a_line(request: web.Request, handler: Handler) -> web.Strea
             raise
         if request.match_info.http_exception is error:
             return _refused(404, f"there is nothing at {request.path:.100}")
-        return _refused(error.status, error.text or error.reason)
+        return _refused(error.status, error.text or error.reason, error.headers.get("Retry-After"))
     except ConnectionResetError as error:  # whoever had asked for a stream is gone: no fault here
         return _refused(499, error)
     except Exception:
@@ -58,5 +58,7 @@ async def refused_in_a_line(request: web.Request, handler: Handler) -> web.Strea
         return _refused(500, "a fault of the service's own: its log has more")
 
 
-def _refused(status: int, error: object, **more: bool) -> web.Response:
-    return web.json_response({"error": " ".join(str(error).split()), **more}, status=status)
+def _refused(status: int, error: object, again_s: str | None = None, **more: bool) -> web.Response:
+    said = {"error": " ".join(str(error).split()), **more}
+    headers = {"Retry-After": again_s or "1"} if status in (429, 503) else {}
+    return web.json_response(said, status=status, headers=headers)

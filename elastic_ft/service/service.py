@@ -262,7 +262,9 @@ class Service:
 
     def stop(self, job: str, now: bool, by: str) -> Future[str]:
         """Of one that is stopped: done. Whoever has lost the answer asks again."""
-        told = Notice(asks.StopAsked(time.time(), job), by, now=now)
+        hand = self._hands.get(job)  # of one that waits this is its end
+        step = hand.story.committed if hand is not None else 0
+        told = Notice(asks.StopAsked(time.time(), job), by, now=now, step=step)
         return self._change(job, told, done="stopped")
 
     def resize(self, job: str, workers: int, by: str) -> Future[str]:

@@ -26,6 +26,7 @@ from elastic_ft.hosts.ray.warm_nodes import WarmNodes
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service.access import Rights
 from elastic_ft.service.api import Api
+from elastic_ft.service.served_at import ANYWHERE, bound, service_url
 from elastic_ft.service.service import Service
 from elastic_ft.storage.store import if_there, open_store
 from elastic_ft.transport.title import set_title
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 NAME = "elastic-ft-service"  # one per cluster
 PORT_FILE = "service.json"
-BIND_TIMEOUT_S, BIND_AGAIN_S = 15.0, 0.2  # of a port that the service before this one had
 OPEN_TIMEOUT_S = 90.0  # a store that is away included
 AGAIN_S = 2.0  # before a store that is away is asked again
 CALLS = 16
@@ -104,25 +104,10 @@ class ServiceActor:
         api = Api(self._service, self._options.users, self._leave)
         runner = runner_of(api.application())
         await runner.setup()
-        port, until_s = (
-            self._options.port or self._earlier_port(),
-            time.monotonic() + BIND_TIMEOUT_S,
-        )
-        while True:
-            site = web.TCPSite(runner, self._options.host, port, ssl_context=tls)
-            try:
-                await site.start()
-                break
-            except OSError as error:
-                if time.monotonic() > until_s or not self._is_restarted():
-                    raise UsageError(
-                        f"--port: {self._options.host}:{port} can't be had: {error.strerror}"
-                    ) from None
-            await asyncio.sleep(BIND_AGAIN_S)
-        address = runner.addresses[0]
-        host = address[0] if self._options.host not in ("0.0.0.0", "::") else _own_address()
-        url = f"http{'s' * (tls is not None)}://{host}:{address[1]}"
-        store, said = open_store(self._service.folder), {"url": url, "port": address[1]}
+        host, port = self._options.host, self._options.port or self._earlier_port()
+        port = await bound(runner, host, port, tls, self._is_restarted())
+        url = service_url(_own_address() if host in ANYWHERE else host, port, tls is not None)
+        store, said = open_store(self._service.folder), {"url": url, "port": port}
         await asyncio.to_thread(
             self._insist, lambda: store.put(PORT_FILE, json.dumps(said).encode())
         )

@@ -27,7 +27,7 @@ TOKEN_VARIABLE, CA_VARIABLE = "ELASTIC_FT_TOKEN_FILE", "ELASTIC_FT_CA_FILE"
 TIMEOUT_S = 60.0
 AWAY_S = 30.0  # a service that was killed is back by then
 TOLD_S = 1.0  # of silence, before it is said that one waits
-AGAIN_S = 0.3
+AGAIN_S, AGAIN_MAX_S = 0.3, 60.0
 DOUBT_S = 600.0  # a submission that may have been taken in is asked about
 HELD_S = 10.0  # who still says something on a stream after that is not away
 ENDED = ("completed", "failed", "stopped")
@@ -39,9 +39,11 @@ class ServiceAway(ElasticError):
 
     Attributes:
         in_doubt: it may be done later.
+        again_s: it is to be asked again no sooner.
     """
 
     in_doubt = False
+    again_s = 0.0
 
 
 class Client:
@@ -218,12 +220,12 @@ class Client:
     def _rest(self, until_s: float, error: ServiceAway) -> None:
         """Before it is asked again. Raises ``error`` where that has been done for long enough."""
         left_s = until_s - time.monotonic()
-        if left_s < 0:
+        if left_s < error.again_s:
             raise error from None
         if self.away_s - left_s > TOLD_S and not self._has_told:
             self._has_told = True
             self._waiting(f"waiting for the service at {self.url}, {self.away_s:g} s at most")
-        time.sleep(AGAIN_S)
+        time.sleep(max(AGAIN_S, error.again_s))
 
     def _open(
         self, verb: str, path: str, body: Any, timeout_s: float, last_id: int | None = None
@@ -244,9 +246,10 @@ class Client:
         except urllib.error.HTTPError as error:
             found = _refusal_of(error)
             said = str(found.get("error", f"HTTP {error.code}"))
-            if error.code == 503:
+            if error.code in (429, 503):
                 away = ServiceAway(said)
                 away.in_doubt = found.get("in_doubt") is True
+                away.again_s = _again_s(error.headers.get("Retry-After"))
                 raise away from None
             raise ConfigError(said) from None
         except (OSError, http.client.HTTPException) as error:
@@ -290,11 +293,15 @@ class Client:
 
 
 def _scheme(url: str) -> str:
-    """ "" where it is no address at all."""
+    """ "" where it is no address that a service could have: of a user, a question or a place in a
+    page it would make another one, or none."""
+    if not url.isascii() or not url.isprintable() or {*url} & set(" ?#@"):
+        return ""
     try:
         parts = urllib.parse.urlsplit(url)
-        return parts.scheme if parts.hostname and (parts.port is None or parts.port) else ""
-    except ValueError:  # its port is no number
+        is_one = parts.hostname and parts.hostname.encode("idna")
+        return parts.scheme if is_one and (parts.port is None or parts.port) else ""
+    except ValueError:  # its port is no number, its name too long
         return ""
 
 
@@ -354,6 +361,11 @@ def _refusal_of(error: urllib.error.HTTPError) -> dict[str, Any]:
         if isinstance(found := json.loads(error.read()), dict):
             return found
     return {}
+
+
+def _again_s(said: str | None) -> float:
+    """Seconds. A service says no more than a minute; a date, as others may, is none of its own."""
+    return min(float(said), AGAIN_MAX_S) if said and said.isdecimal() else 0.0
 
 
 def _read(path: Path) -> Any:

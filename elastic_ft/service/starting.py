@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -20,10 +21,13 @@ from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service import local_nodes
 from elastic_ft.service.access import LOOPBACK, Rights, check_host
+from elastic_ft.service.served_at import service_url
 from elastic_ft.service.service_client import Client, ServiceAway
 
 START_TIMEOUT_S = 180.0  # nodes and imports, on a machine that has much to do
+ENDING_TIMEOUT_S = 15.0  # local nodes whose service was just stopped; with jobs left they stay
 LOOK_EVERY_S = 0.1
+LOCK = "start.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,12 @@ class HowToServe:
         check_host(self.host, self.users)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("--tls-cert and --tls-key: expected both of them, or none")
+
+    @property
+    def url_here(self) -> str:
+        """At which this machine finds it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return service_url(host, self.port, bool(self.tls_cert))
 
 
 def running(url: str, folder: str) -> dict[str, Any] | None:
@@ -64,6 +74,50 @@ def running(url: str, folder: str) -> dict[str, Any] | None:
     return found
 
 
+@contextlib.contextmanager
+def one_at_a_time(how: HowToServe) -> Iterator[None]:
+    """Of those that start a service in one folder of this machine. Raises ConfigError,
+    JobFailed where another takes too long."""
+    path, until_s = local_path(how.folder), time.monotonic() + START_TIMEOUT_S
+    with contextlib.ExitStack() as held:
+        if path is not None:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                file = held.enter_context((path / LOCK).open("w"))
+            except OSError as error:
+                raise ConfigError(f"--folder: {path}: {error.strerror}") from None
+            while not _locked(file):
+                if time.monotonic() > until_s:
+                    raise JobFailed(f"--folder: another start in {path} is not done yet")
+                time.sleep(LOOK_EVERY_S)
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    """Until it is closed, or its process ends. A file system that has no locks has no second start
+    at the same moment, either."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def found_here(how: HowToServe) -> dict[str, Any] | None:
+    """The folder's service, if it answers on this machine, with its ``url``. Raises ConfigError
+    where it is another folder's."""
+    if how.port and (found := running(how.url_here, how.folder)) is not None:
+        return found | {"url": how.url_here}
+    path = local_path(how.folder)
+    if path is None or _living(path / local_nodes.FILE) is None:
+        return None
+    url = str(_read(path / local_nodes.FILE).get("url", ""))
+    found = running(url, how.folder) if url else None
+    return found and found | {"url": url}
+
+
 def start_here(
     how: HowToServe, nodes: int, cpus_per_node: int, say: Callable[[str], object]
 ) -> str:
@@ -76,7 +130,7 @@ def start_here(
         raise ConfigError("--folder: of a local cluster it is a folder of this machine")
     path.mkdir(parents=True, exist_ok=True)
     file = path / local_nodes.FILE
-    if (pid := _living(file)) is not None:
+    if not ended_here(folder, ENDING_TIMEOUT_S) and (pid := _living(file)) is not None:
         raise ConfigError(
             f"--local-nodes: process {pid} has the local nodes of {folder} already, and jobs are "
             "left on them: service start --address goes on with them"

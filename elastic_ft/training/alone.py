@@ -6,6 +6,7 @@ written and debugged as it will run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -25,6 +26,8 @@ from elastic_ft.worker.this_process import member_here
 from elastic_ft.worker.worker import Worker
 
 END_TIMEOUT_S = 300.0  # the last checkpoint
+AT_ONCE_S = 2.0  # for a controller that is asked again to stop
+INTERRUPTED = 130
 
 
 class ThisProcess(Host):
@@ -71,6 +74,7 @@ class Alone:
         self._host, self._result = ThisProcess(), dict[str, Any]()
         self._error: BaseException | None = None
         folder = RunFolder(f"runs/{job.name}")
+        self._folder_url = folder.url
         url = job.checkpoint.url or f"{folder.url}/checkpoints"
         self._controller = Controller(job, self._host, folder, url)
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
@@ -93,7 +97,14 @@ class Alone:
             self._error = error
 
     def end(self) -> None:
-        """The script has ended: the job ends with it, by what ended the script."""
+        """The script has ended: the job ends with it, by what ended the script. An interrupt ends
+        it at once, whatever the controller does."""
+        try:
+            self._end()
+        except KeyboardInterrupt:
+            self._end_at_once()
+
+    def _end(self) -> None:
         error = getattr(sys, "last_value", None)
         if isinstance(error, Exception):
             said = f"the script raised {type(error).__name__}: {error}"
@@ -104,6 +115,21 @@ class Alone:
             self.worker.finish()
         self._thread.join(END_TIMEOUT_S)
         self.worker.close()
+
+    def _end_at_once(self) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            self._controller.stop("interrupted")
+            self._controller.stop("interrupted again")  # the first may have been a script's end
+            self._thread.join(AT_ONCE_S)
+        if not self._thread.is_alive():
+            return self.worker.close()
+        print(
+            "elastic_ft: interrupted again: ended at once, though its controller does not answer; "
+            f"the same script goes on from the newest checkpoint of {self._folder_url}",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)  # threads that hang would keep the interpreter from its end
 
     def failed(self) -> JobFailed:
         """Why there is no next step."""

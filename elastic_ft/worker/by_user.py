@@ -17,9 +17,11 @@ from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.own_attempt import Running
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.models.named import NamedSums, checked
+from elastic_ft.worker import same_losses
 from elastic_ft.worker.agreement import sum_over_members
 from elastic_ft.worker.loop import Loop, Made, Making
 from elastic_ft.worker.party import Party
+from elastic_ft.worker.same_losses import check_same_losses
 from elastic_ft.worker.steering import Dealt, Done, Ended, MakeHere, Steering
 from elastic_ft.worker.step import Step
 from elastic_ft.worker.whereabouts import furthest, without_catching_up
@@ -43,6 +45,7 @@ class ByUser:
         self._rate = 0.0
         self._metrics: dict[str, float] = {}  # named, of the step
         self._alike = False  # ranks are known to name the same
+        self._has_trained = True  # this process has made the steps before
         # A rank whose code has gone on from the state that others had this generation.
         self._ahead_of_others: int | None = None
         self._untold: dict[str, Any] | None = None  # the metrics of a step not told of yet
@@ -59,6 +62,7 @@ class ByUser:
         places = without_catching_up(places)
         loop.party = Party(groups, places)
         self._ahead_of_others = furthest(places)
+        self._has_trained = own.made >= loop.step
 
     @property
     def is_over(self) -> bool:
@@ -116,6 +120,7 @@ class ByUser:
             return self._agree(loop, attempt, loss, terms, squares, sums)
 
         running = Running(attempt.number, attempt.micro_batches, agree, loop.tools.points)
+        running.is_compared = attempt.is_compared
         self._engine.attempt(running)
         return running
 
@@ -137,16 +142,34 @@ class ByUser:
             check_named_alike(named.names, world)
             self._alike = True
         compared = [*map(float, sums), *(float(x) * x for x in sums)]
-        agreed = attempt.agree(loss, terms, squares, [*compared, *named.sums()])
-        summed, squared = agreed.more[:count], agreed.more[count : 2 * count]
-        self._metrics = named.means(agreed.more[2 * count :])
+        first = self._first() if attempt.is_compared else None
+        shown = same_losses.told(first) if attempt.is_compared else []
+        agreed = attempt.agree(loss, terms, squares, [*shown, *compared, *named.sums()])
+        seen, more = agreed.more[: len(shown)], agreed.more[len(shown) :]
+        summed, squared = more[:count], more[count : 2 * count]
+        self._metrics = named.means(more[2 * count :])
         if name := self._engine.own.differing(list(summed), list(squared), world):
             raise ConfigError(
                 f"register: the state of {name} differs between ranks after step {loop.step}: make "
                 "it of what all ranks have (the step's loss, sums of ctx.evaluate), or leave it out"
             )
+        if seen:
+            self._check_first(loop, first, seen)
         self._rate = self._engine.optimizers[0].param_groups[0]["lr"]
         return agreed.tokens, agreed.squares
+
+    def _first(self) -> float | None:
+        """The loss of the global batch's first micro-batch here. None: the function told none of
+        padding."""
+        running = self._engine.running
+        if running is None or running.first is None:
+            return None
+        return float(running.first) or None
+
+    def _check_first(self, loop: Loop, first: float | None, seen: Sequence[float]) -> None:
+        engine, groups = self._engine, loop.groups
+        place = (groups.rank or 0, groups.world_size, self._has_trained, loop.step + 1)
+        check_same_losses(first, seen, *place, engine.device, engine.check_groups)
 
     def rate(self, step: int) -> float:
         return float(self._rate)
@@ -156,6 +179,7 @@ class ByUser:
     def settle(self, loop: Loop, made: Made) -> Generator[Handed, None, Step | None]:
         self._untold = made.metrics
         self._own.at.end_step()
+        self._own.made = loop.step
         yield from self._given(loop, made.step)
         self._capture(loop)
         loop.keep()

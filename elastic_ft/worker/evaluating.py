@@ -50,7 +50,7 @@ def _micro_batches(loop: Loop, held_out: Any, count: int) -> Iterator[MicroBatch
     size, party = loop.job.batch.micro_batch_size, loop.party
     starts = range(0, count, size)
     whole = party.is_whole
-    dealt = deal(len(starts), len(loop.dealt) if whole else party.world_size)
+    dealt = deal(len(starts), len(loop.plan.dealt) if whole else party.world_size)
     mine = [starts[i] for i in dealt[loop.data_rank if whole else party.rank]]
     padding = max(len(d) for d in dealt) - len(mine)
     for weight, first in [*((1.0, s) for s in mine), *((0.0, 0) for _ in range(padding))]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
-from elastic_ft.core.batches import deal, job_order, step_batch
+from elastic_ft.core.batches import job_order
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
@@ -36,6 +36,7 @@ from elastic_ft.worker.last_uploads import await_uploads, is_called_off
 from elastic_ft.worker.layer_timer import LayerTimer
 from elastic_ft.worker.overlap import Overlap
 from elastic_ft.worker.party import Party
+from elastic_ft.worker.planned import Planned, StepPlan
 from elastic_ft.worker.spent import Spent
 from elastic_ft.worker.step import Step
 from elastic_ft.worker.tools import Flags, Formed, Tools
@@ -46,10 +47,12 @@ class Making:
 
     Attributes:
     agreed: what all members did, once they have.
+    is_compared: see ``worker.planned.StepPlan``.
     """
 
     def __init__(self, loop: Loop, number: int, micro_batches: list[MicroBatch]) -> None:
         self._loop, self.number, self.micro_batches = loop, number, micro_batches
+        self.is_compared = loop.plan.compared_at(number)
         self.agreed: Agreed | None = None
         self._said: Contribution | None = None
 
@@ -134,12 +137,14 @@ class Loop:
         self.groups, self.job = formed.groups, tools.job
         self.engine, self._maker = tools.engine, maker
         self.step = formed.step
-        self.order = tools.data.order or job_order(self.job.seed, len(tools.data.train))
+        order = tools.data.order or job_order(self.job.seed, len(tools.data.train))
         layout = self.groups.assignment.layout
         assert self.groups.rank is not None
         self._layout = str(layout)
         self.data_rank = layout.data_rank(self.groups.rank)
-        self.dealt = deal(self.job.batch.micro_batches, layout.data_parallel_size)
+        own = self.job.loop is not None and self.job.loop.compare_losses
+        own, ranks = own and tools.data.stream is None, layout.data_parallel_size
+        self.plan = StepPlan(self.job, order, ranks, self.data_rank, self.step + 1, own)
         self.holds = self.groups.assignment.holds
         snapshot = self.job.snapshot
         every = None if snapshot.every_steps == "auto" else snapshot.every_steps
@@ -289,26 +294,21 @@ class Loop:
     def note(self, event: str, reason: str, fields: dict[str, Any]) -> None:
         self.send(Note(self.tools.worker, self.generation, event, reason, fields))
 
-    def _planned(self, number: int) -> list[tuple[int, ...]]:
-        """The samples of this rank's micro-batches, padded where the engine must (I2, I3)."""
-        batch, dealt = self.job.batch, self.dealt[self.data_rank]
-        size = batch.micro_batch_size
-        ids = list(step_batch(self.order, number, batch.global_batch_size, size, dealt))
-        wanted = self.engine.micro_batches_per_rank([len(d) for d in self.dealt])
-        return ids + ids[:1] * (wanted - len(ids))
+    def _planned(self, number: int) -> list[Planned]:
+        wanted = self.engine.micro_batches_per_rank(self.plan.counts(number))
+        return self.plan.micro_batches(number, wanted)
 
     def _request(self, number: int) -> None:
         if number <= self.job.steps:
-            self.tools.prefetcher.request(number, self._planned(number))
+            self.tools.prefetcher.request(number, [p.ids for p in self._planned(number)])
 
     def _load(self, number: int) -> list[MicroBatch]:
         hang_s = self.job.elastic.hang_timeout_s
         loaded = self.tools.prefetcher.get(number, hang_s, self.progress)
         self._request(number + 1)
-        dealt = self.dealt[self.data_rank]
         return [
-            MicroBatch(dealt.start + index, read.data, float(index < len(dealt)), read.ids)
-            for index, read in enumerate(loaded)
+            MicroBatch(planned.number, read.data, planned.weight, read.ids)
+            for planned, read in zip(self._planned(number), loaded, strict=True)
         ]
 
     def say(

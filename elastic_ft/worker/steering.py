@@ -60,6 +60,7 @@ class Steering:
         checkpoint: one of the next step is wanted.
         logged: values for the line of the step just made.
         result: of the last ``body``.
+        made: the last step that its script has made, in this process.
         passed: the last step of loops over epochs that its script has left.
         at: where its code is; it outlives a generation.
     """
@@ -74,6 +75,7 @@ class Steering:
     checkpoint: bool = False
     logged: dict[str, Any] = field(default_factory=dict)
     result: Any = None
+    made: int = 0
     passed: int = 0
     at: Whereabouts = field(default_factory=Whereabouts)
 

@@ -22,6 +22,7 @@ from elastic_ft.worker.traces import user_frames
 
 DEVICE_LOST = 76  # exit code of a worker whose GPU is of no use to it any more
 GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
+OF_ONE_WORKER = (errors.DataDiffers, errors.ScriptDiffers, errors.DeviceSick)
 GROUPS_SAY = ("gloo", "Connection closed by peer", "NCCL")
 
 
@@ -128,7 +129,7 @@ class Trouble:
             usage,
             frames=() if usage or is_numbers else user_frames(error),
             node=self._member.node,
-            whose=ev.ITS_OWN if isinstance(error, (errors.DataDiffers, errors.DeviceSick)) else "",
+            whose=ev.ITS_OWN if isinstance(error, OF_ONE_WORKER) else "",
         )
 
 

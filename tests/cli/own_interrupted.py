@@ -1,17 +1,20 @@
 """Ctrl-C in the middle of a step, as in a notebook, whose next cell goes on.
 
 Argument: "step": in the function of a step; "attempt": in the block of one, before its optimizer
-steps; "late": after it; "script": in the function of a step, and nobody catches it.
+steps; "late": after it; "script": in the function of a step, and nobody catches it; "stuck": the
+same, and again while the script ends, with a controller that does nothing any more.
 """
 
 import os
 import signal
 import sys
+import threading
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ft
+from elastic_ft.controller.controller import Controller
 
 WHAT, AT = sys.argv[1], 3
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal has it, and `&` has not
@@ -39,9 +42,24 @@ def body(batch):
 def interrupt(batch):
     if batch.number == AT and not left:
         left.append(batch.number)
+        if WHAT == "stuck":
+            again_once_it_ends()
         os.kill(os.getpid(), signal.SIGINT)
         for _ in range(1000):  # it comes between two of these, where it may
             torch.linalg.svd(torch.ones(9, 9))
+
+
+def again_once_it_ends():
+    """Whoever asks the controller to stop waits for it."""
+    asked = threading.Event()
+    Controller._turn = lambda controller: threading.Event().wait()
+    Controller.stop = lambda controller, reason: asked.set()
+
+    def interrupt_again():
+        asked.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_again, daemon=True).start()
 
 
 train_step = ctx.step(body)
@@ -59,7 +77,7 @@ def cell():
 try:
     cell()
 except KeyboardInterrupt:
-    if WHAT == "script":
+    if WHAT in ("script", "stuck"):
         raise
     print("left, the last step made is", ctx.latest.number)
     cell()

@@ -52,3 +52,10 @@ def test_a_script_that_is_interrupted_is_stopped_with_a_checkpoint(folder: Path)
     result = RunReader(folder / "runs/own_interrupted").result()
     assert (result["status"], result["steps"]) == ("stopped", 3)
     assert [one["step"] for one in result["checkpoints"]] == [3]
+
+
+def test_a_second_interrupt_ends_a_script_whose_controller_does_not_answer(folder: Path) -> None:
+    """It ended by SIGABRT, its interpreter among threads that hung."""
+    code, said = interrupted(folder, "stuck")
+    assert code == 130, said
+    assert said[-1].startswith("elastic_ft: interrupted again: ended at once"), said

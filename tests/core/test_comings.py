@@ -221,7 +221,20 @@ def test_the_seed_is_no_source_once_steps_are_recorded() -> None:
     commands = script.ready("d", "n4")
     assert not [c for c in commands if isinstance(c, RollBack)]
     why = NO_WAY.format("no state is held and no checkpoint is good", 1)
-    assert commands[-1] == FinishJob("failed", why)
+    assert commands[-1] == FinishJob("failed", f"{why}; training broke off: b: killed")
+
+
+def test_an_error_that_costs_all_state_is_told_at_the_end() -> None:
+    """Where a worker's process ends with its train loop, and no snapshot was there yet."""
+    script = ddp().run(a="n1", b="n2")
+    script.train(1)
+    script.tell(WorkerRaised, "a", 1, 1, "ValueError: no good")
+    for worker in ("a", "b"):
+        script.tell(WorkerLost, worker, "its connection ended")
+    script.ready("c", "n3")
+    finish = script.state.finish
+    assert finish is not None and finish.status == "failed"
+    assert finish.reason.endswith("training broke off: a raised: ValueError: no good")
 
 
 @pytest.mark.parametrize("from_scratch", [False, True])

@@ -204,5 +204,6 @@ def test_a_refused_checkpoint_makes_room_for_an_older_one() -> None:
     assert assignment_in(commands).source == Source(10, Tier.CHECKPOINT, url="s3://b/10")
     script.tell(SourceRefused, "a", 2, "s3://b/10", "cut short")
     why = NO_WAY.format("no state is held and no checkpoint is good", 10)
+    why = f"{why}; training broke off: s3://b/20: digest differs"
     assert script.paused("a")[-1] == FinishJob("failed", why)
     assert script.journalled("checkpoint_refused") == ["digest differs", "cut short"]

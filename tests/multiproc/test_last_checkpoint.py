@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_ft.controller.controller import Controller
+from elastic_ft.core import commands as cmd
 from elastic_ft.observe.run_folder import read_lines
 from tests.multiproc.harness import ROOT, Run, make_job, run_job
 from tests.multiproc.test_own_loop import make_job as own_job
@@ -109,3 +112,56 @@ def test_a_loop_of_the_users_may_end_with_any_step(tmp_path: Path) -> None:
     assert not run.all("checkpoint_abandoned"), run.story()
     (warned,) = run.all("checkpoint_warning")
     assert "is the last so far, and is written again and again" in warned["reason"]
+
+
+class DamagedAtTheEnd:
+    """A bit of the last step's shards is flipped before its manifest is written, and they are read
+    back once the end of the job is decided."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._decided = folder, threading.Event()
+        self._is_set = False
+
+    def watch(self, controller: Controller) -> None:
+        if not self._is_set:
+            self._is_set = True
+            publisher: Any = controller._publisher
+            commit, reads_back = publisher.commit, publisher._reads_back
+            publisher.commit = lambda command, *more: (
+                self._damage(command),
+                commit(command, *more),
+            )
+            publisher._reads_back = lambda newest, ref: (
+                newest.step == STEPS and self._decided.wait(),
+                reads_back(newest, ref),
+            )[1]
+        lines = read_lines(self.folder / "run/events.jsonl")
+        if any(line["event"] == "checkpoint_committed" for line in lines):
+            (self.folder / "end").touch()
+        if any(line["event"] == "finished" for line in lines):
+            self._decided.set()
+
+    def _damage(self, command: cmd.CommitCheckpoint) -> None:
+        if command.step == STEPS:
+            for path in (self.folder / "store/data").glob(f"*/g1-s{STEPS}/*.bin"):
+                body = bytearray(path.read_bytes())
+                body[0] ^= 1
+                path.write_bytes(body)
+
+
+def test_no_job_is_complete_with_a_checkpoint_that_is_found_damaged_at_its_end(
+    tmp_path: Path,
+) -> None:
+    """That was a line of the journal, after the one that said that the job was complete."""
+    loop = {
+        "script": str(ROOT / "tests/multiproc/own_last.py"),
+        "arguments": [str(tmp_path), str(STEPS)],
+    }
+    checkpoint = {"url": str(tmp_path / "store"), "every_steps": STEPS}
+    job = own_job(tmp_path, workers=1, loop=loop, checkpoint=checkpoint)
+    run = run_job(job, tmp_path / "run", watch=DamagedAtTheEnd(tmp_path).watch)
+    assert run.all("checkpoint_refused"), run.story()
+    assert run.result["status"] == "suspended", run.result
+    assert run.result["reason"].startswith("all 3 steps are committed, but not in a checkpoint: ")
+    assert run.result["reason"].endswith("; there is no checkpoint")
+    assert run.result["checkpoints"] == []

@@ -344,6 +344,36 @@ def test_a_tail_sees_each_line_once_and_downloads_a_segment_once(url: str) -> No
     assert again == list(range(1, 41)), "a shorter file is read from its beginning"
 
 
+def test_the_store_is_asked_for_a_list_only_where_there_may_be_another(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reader of each file of a run that stood still had its segments listed, again and again:
+    by price of an object store the dearest of questions."""
+    folder, _ = opened(url)
+    listings, list_keys = Counter[str](), Store.list
+
+    def counted(store: Store, prefix: str = "", after: str = "") -> list[str]:
+        listings[prefix.rpartition("/")[2]] += 1
+        return list_keys(store, prefix, after)
+
+    tail, seen, heads = Tail(url, "steps.jsonl"), list[int](), set[bytes]()
+    for last in (3, 4, 5, 60, 61, 120):
+        record(folder, len(read_lines(folder.path / "steps.jsonl")) + 1, last)
+        folder._mirror()
+        heads.add(open_store(url).get("steps.jsonl").splitlines()[0])
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "list", counted)
+            for _ in range(5):
+                seen += [line["step"] for line in tail.read()]
+    assert seen == list(range(1, 121))
+    assert listings.total() == len(heads) < 6, "once for each line that the tail began with"
+    folder.truncate(0)
+    folder._mirror()
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "list", counted)
+        assert Tail(url, "steps.jsonl").read() == tail.read() == []
+
+
 def test_a_reader_that_a_rollback_overtakes_looks_again(url: str) -> None:
     folder, _ = opened(url)
     record(folder, 1, 60)

@@ -171,5 +171,5 @@ def test_what_is_captured_anew_is_not_what_a_snapshot_still_copies() -> None:
         maker = ByUser(own)  # type: ignore[arg-type]
         maker._moved = moved
         with pytest.raises(Ended):
-            list(maker.make(loop, SimpleNamespace(number=4, micro_batches=[])))  # type: ignore[arg-type]
+            list(maker.make(loop, SimpleNamespace(number=4, micro_batches=[], is_compared=False)))  # type: ignore[arg-type]
         assert log == expected

@@ -85,7 +85,7 @@ def test_who_asks_for_what_lies_in_a_store_holds_up_nobody_and_has_an_end(
 def test_streams_have_an_end_for_one_and_for_all() -> None:
     streams = Streams(3, 2)
     with streams.one("ann"), streams.one("ann"):
-        with pytest.raises(Exception, match="Service Unavailable"), streams.one("ann"):
+        with pytest.raises(Exception, match="Too Many Requests"), streams.one("ann"):
             pass
         third = pytest.raises(Exception, match="Service Unavailable")
         with streams.one("bob"), third, streams.one("eve"):

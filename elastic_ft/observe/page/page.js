@@ -180,7 +180,7 @@ function jobPage(id) {
     showDecisions(decided, job);
     if (job.state !== "queued" || job.step) {
       seen = await get(`${path}/view`).catch((error) => {
-        if (error.status === 409 || error.status === 503) return null; // its folder has nothing yet
+        if ([409, 429, 503].includes(error.status)) return null; // its folder has nothing yet
         throw error;
       });
     }

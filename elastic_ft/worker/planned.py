@@ -1,0 +1,72 @@
+"""Which micro-batches of a step are this rank's, and with which padding (I2, I3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elastic_ft.config import Job
+from elastic_ft.core.batches import SampleIds, SampleOrder, deal, step_batch
+
+
+class Planned(NamedTuple):
+    """Attributes:
+    number: within the global batch.
+    weight: 0 is padding.
+    """
+
+    number: int
+    ids: SampleIds
+    weight: float
+
+
+class StepPlan:
+    """Of one generation, for one of its ranks.
+
+    At a few steps, ``compared_at``, each rank has the global batch's first micro-batch: as padding
+    where it is another's. What a loop of the user's makes of it must be the same everywhere.
+
+    Args:
+        ranks, rank: that share out a global batch, and which of them this is.
+        first_step: of the generation.
+        is_compared: the job's loop is the user's, and any rank can read the first micro-batch.
+
+    Attributes:
+        dealt: the numbers of each rank's micro-batches.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        order: SampleOrder,
+        ranks: int,
+        rank: int,
+        first_step: int,
+        is_compared: bool,
+    ) -> None:
+        self._batch, self._order, self._rank = job.batch, order, rank
+        self._first_step, self._is_compared = first_step, is_compared and ranks > 1
+        self.dealt = deal(job.batch.micro_batches, ranks)
+
+    def compared_at(self, step: int) -> bool:
+        """Where somebody may have come in; and now and then, as ranks may come apart later."""
+        return self._is_compared and (step == self._first_step or not step & (step - 1))
+
+    def counts(self, step: int) -> list[int]:
+        """Of micro-batches, of each rank."""
+        shown = self.compared_at(step)
+        return [len(dealt) + (shown and rank > 0) for rank, dealt in enumerate(self.dealt)]
+
+    def micro_batches(self, step: int, wanted: int) -> list[Planned]:
+        """This rank's, at least ``wanted``."""
+        own = self.dealt[self._rank]
+        found = [Planned(n, ids, 1.0) for n, ids in zip(own, self._read(step, own), strict=True)]
+        if self.compared_at(step) and self._rank > 0:
+            (first,) = self._read(step, range(1))
+            found.insert(0, Planned(0, first, 0.0))
+        padding = range(own.stop, own.stop + wanted - len(found))
+        return found + [Planned(number, found[-1].ids, 0.0) for number in padding]
+
+    def _read(self, step: int, numbers: range) -> Sequence[SampleIds]:
+        size = self._batch.micro_batch_size
+        return step_batch(self._order, step, self._batch.global_batch_size, size, numbers)

@@ -1,0 +1,51 @@
+"""A loop whose loss depends on what ranks do not share.
+
+Arguments: a folder for what it tells; "carried": the step's function goes on from what the
+micro-batch before has left; "kept": it draws from what the loop has collected between steps, which
+nobody has registered.
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic_ft
+from tests.multiproc import tiny
+
+OUT, WHAT = Path(sys.argv[1]), sys.argv[2]
+STEPS = 12
+
+ctx = elastic_ft.init(seed=3)
+cell = torch.nn.GRUCell(8, 8)
+optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
+x = torch.randn(96, 8)
+samples = tiny.Gated(TensorDataset(x, x.flip(1)), OUT / "gate")
+cell, optimizer, loader = ctx.prepare(cell, optimizer, DataLoader(samples, batch_size=2))
+hidden = torch.zeros(2, 8)
+collected = [1.0]
+
+
+@ctx.step
+def train_step(batch):
+    global hidden
+    for a, b in batch:
+        hidden = cell(a, hidden if WHAT == "carried" else a * random.choice(collected))
+        ctx.backward(F.mse_loss(hidden, b))
+        hidden = hidden.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+for batch in loader:
+    step = train_step(batch)
+    collected.append(1 / step.number)
+    with (OUT / f"{os.getpid()}.jsonl").open("a") as told:
+        told.write(json.dumps({"step": step.number, "loss": step.loss}) + "\n")
+    if step.number == STEPS:
+        break

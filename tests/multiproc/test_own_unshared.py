@@ -1,0 +1,66 @@
+"""Losses that depend on what ranks do not share: seen before they spoil a state, and told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_ft.config import Job
+from elastic_ft.controller.controller import Controller
+from elastic_ft.faults import PointFault
+from tests.multiproc.harness import PATIENT, ROOT, Gate, run_job
+from tests.multiproc.test_own_loop import CLOSE, STEPS, make_job, told
+
+
+class UntilRefused(Gate):
+    """Waits for a replacement, until one was refused."""
+
+    def __call__(self, controller: Controller) -> None:
+        if controller.state.unfit:
+            self._open()
+        else:
+            super().__call__(controller)
+
+
+def unshared(out: Path, what: str, workers: int, **more: object) -> Job:
+    script = str(ROOT / "tests/multiproc/own_unshared.py")
+    loop = {"script": script, "arguments": [str(out / "told"), what], **more}
+    elastic = {"min_workers": min(2, workers), "max_workers": workers, "gather_s": 60}
+    elastic |= PATIENT | {"join_batch_s": 0.1}  # type: ignore[arg-type]
+    return make_job(out, loop=loop, elastic=elastic)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_a_micro_batch_leaves_to_the_next_is_refused(tmp_path: Path, strategy: str) -> None:
+    """Which one comes next depends on the world: the loss of two workers was another than of three,
+    and of those that had lost one."""
+    job = unshared(tmp_path, "carried", 2).model_copy(
+        update={"parallel": make_job(tmp_path / "of", strategy=strategy).parallel}
+    )
+    found = run_job(job, tmp_path / "run")
+    assert found.result["status"] == "failed", found.story()
+    assert "depends on what ranks do not share" in found.result["reason"], found.story()
+    assert len(found.steps) <= 1, found.story()  # the first begins with what all ranks have
+
+
+def test_it_may_be_allowed(tmp_path: Path) -> None:
+    found = run_job(unshared(tmp_path, "carried", 2, compare_losses=False), tmp_path / "run")
+    assert found.result["status"] == "completed", found.story()
+
+
+def test_who_joins_without_what_others_keep_takes_no_part(tmp_path: Path) -> None:
+    """It would draw from what it has collected itself: nothing."""
+    alone, lost = tmp_path / "alone", tmp_path / "lost"
+    undisturbed = run_job(unshared(alone, "kept", 1), alone / "run")
+    watch = UntilRefused(lost / "told" / "gate")
+    fault = PointFault("backward", rank=1, step=4)
+    found = run_job(unshared(lost, "kept", 3), lost / "run", faults=[fault], watch=watch)
+    assert found.result["status"] == "completed", found.story()
+    assert [line["step"] for line in found.steps] == [*range(1, STEPS + 1)], found.story()
+    for line, of in zip(found.steps, undisturbed.steps, strict=True):
+        assert line["loss"] == pytest.approx(of["loss"], rel=CLOSE), line["step"]
+    refused = [line["reason"] for line in found.all("worker_refused")]
+    assert refused and all("ctx.register" in why for why in refused), found.story()
+    ended = [lines for lines in told(lost).values() if lines and lines[-1]["step"] == STEPS]
+    assert len(ended) >= 2, "the survivors, in their processes"
