@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import Channel, dial
 
 DIAL_TIMEOUT_S = 5.0
-Guarding = Callable[[Channel], contextlib.AbstractContextManager[object]]
+Guarding = Callable[[Channel], AbstractContextManager[object]]
 T = TypeVar("T")
 
 
@@ -98,7 +98,7 @@ class KeeperClient:
 
     def upload(self, request: protocol.Upload) -> tuple[dict[str, Any], ...]:
         """Blocks until it is written, on a connection of its own."""
-        with _dialled(self._keeper, self._key, self._patience) as channel:
+        with closing(_dial(self._keeper, self._key, self._patience)) as channel:
             self._open.add(channel)
             try:
                 return _ask(channel, request, protocol.Uploaded, request.timeout_s).entries
@@ -123,7 +123,7 @@ class LeftShard:
         worker: WorkerId,
         source: Source,
         shard: str,
-        guard: Guarding = contextlib.nullcontext,
+        guard: Guarding = nullcontext,
         patience: KeeperDeadlines = KeeperDeadlines(),
     ) -> None:
         """``guard``: holds each connection, and ends it where this generation is broken off."""
@@ -143,7 +143,8 @@ class LeftShard:
         """Raises StateDamaged, naming the keeper, where it says so; StateUnreadable where it does
         not answer, or can't."""
         try:
-            with _dialled(self._keeper, self._key, self._patience) as channel, self._guard(channel):
+            dialled = closing(_dial(self._keeper, self._key, self._patience))
+            with dialled as channel, self._guard(channel):
                 return _ask(channel, message, answer, self._patience.answer_s)
         except KeeperGone as error:
             raise StateUnreadable(f"{self.holder}: {error}", self.holder) from error
@@ -163,15 +164,6 @@ def _dial(keeper: Keeper, key: JobKey, patience: KeeperDeadlines) -> Channel:
         raise KeeperGone(f"{keeper.name} can't be reached in {within_s:g} s: {why}") from error
     channel.limit(min(SEND_TIMEOUT_S, within_s))
     return channel
-
-
-@contextlib.contextmanager
-def _dialled(keeper: Keeper, key: JobKey, patience: KeeperDeadlines) -> Iterator[Channel]:
-    channel = _dial(keeper, key, patience)
-    try:
-        yield channel
-    finally:
-        channel.close()
 
 
 def _ask(channel: Channel, message: Any, expected: type[T], timeout_s: float) -> T:

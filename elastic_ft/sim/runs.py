@@ -19,6 +19,9 @@ from elastic_ft.sim.sim_keeper import SimKeeper, SimNode
 from elastic_ft.sim.simulation import Simulation
 
 T = TypeVar("T")
+# Kinds of faults that differ in a word.
+STORE_FLAGS = {"store_down": "down", "base_away": "base_away", "publisher_silent": "silent"}
+REPLACED = {"kill_controller": "killed", "halt_controller": "stopped", "lose_controller": "lost"}
 UNNOTICED_S = 0.05  # before the controller can know
 
 
@@ -157,7 +160,12 @@ class Chaos:
         if self.healed or world.finish is not None or not (world.up or world.trains_alone):
             return
         try:
-            getattr(self, f"_{fault.kind}")(fault)
+            if fault.kind in STORE_FLAGS:
+                self._for_a_while(fault, world.store, STORE_FLAGS[fault.kind])
+            elif fault.kind in REPLACED:
+                self._replace_controller(REPLACED[fault.kind], fault)
+            else:
+                getattr(self, f"_{fault.kind}")(fault)
         except NothingThere:
             return
         self.fired[fault.kind] += 1
@@ -192,9 +200,6 @@ class Chaos:
         node = self._node(fault)
         barred.add(node.id)
         self.world.after(fault.lasts_s, lambda: barred.discard(node.id))
-
-    def _publisher_silent(self, fault: SimFault) -> None:
-        self._for_a_while(fault, self.world.store, "silent")
 
     def _spoil_node(self, fault: SimFault) -> None:
         """Its data is gone: who trains there has read it, who comes there can't."""
@@ -308,12 +313,6 @@ class Chaos:
     def _damage_checkpoint(self, fault: SimFault) -> None:
         _some(self.world.store.published)[-1].damaged = True
 
-    def _store_down(self, fault: SimFault) -> None:
-        self._for_a_while(fault, self.world.store, "down")
-
-    def _base_away(self, fault: SimFault) -> None:
-        self._for_a_while(fault, self.world.store, "base_away")
-
     def _slow_network(self, fault: SimFault) -> None:
         def fast() -> None:
             self.world.latency_s = self.world.scenario.latency_s
@@ -341,15 +340,6 @@ class Chaos:
 
     def _stop_controller(self, fault: SimFault) -> None:
         _need(self.world.stop_controller(fault.lasts_s))
-
-    def _kill_controller(self, fault: SimFault) -> None:
-        self._replace_controller("killed", fault)
-
-    def _halt_controller(self, fault: SimFault) -> None:
-        self._replace_controller("stopped", fault)
-
-    def _lose_controller(self, fault: SimFault) -> None:
-        self._replace_controller("lost", fault)
 
     def _replace_controller(self, how: str, fault: SimFault) -> None:
         """Workers train on, and the next one adopts them."""

@@ -8,7 +8,6 @@ and the reader beside the checkpoint's own, have torch's names for the optimizer
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from elastic_ft.core.manifest import Manifest, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ElasticError, StorageError
 from elastic_ft.storage.inspect import find_one
-from elastic_ft.storage.shards import Reader, Want
+from elastic_ft.storage.shards import Reader, Want, batched_by_size
 
 STAGED_BYTES = 2**30  # at most so much is read before it is copied to where it belongs
 
@@ -82,7 +81,7 @@ class CheckpointReader(dcp.StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         reader = self._opened()
-        for batch in self._batches(plan.items):
+        for batch in batched_by_size(plan.items, self._nbytes, STAGED_BYTES):
             wants, staged = [], []
             for item in batch:
                 want, target, buffer = self._want(item, planner)
@@ -101,18 +100,8 @@ class CheckpointReader(dcp.StorageReader):
         assert self._reader is not None, "read_metadata comes first"
         return self._reader
 
-    def _batches(self, items: list[ReadItem]) -> Iterator[list[ReadItem]]:
-        batch: list[ReadItem] = []
-        room = STAGED_BYTES
-        for item in items:
-            nbytes = item.lengths.numel() * _dtype(self._spec(item)).itemsize
-            if batch and nbytes > room:
-                yield batch
-                batch, room = [], STAGED_BYTES
-            batch.append(item)
-            room -= nbytes
-        if batch:
-            yield batch
+    def _nbytes(self, item: ReadItem) -> int:
+        return item.lengths.numel() * _dtype(self._spec(item)).itemsize
 
     def _spec(self, item: ReadItem) -> TensorSpec:
         return self._opened().manifest.tensors[self._names[item.storage_index.fqn]]

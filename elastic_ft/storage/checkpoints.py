@@ -52,7 +52,6 @@ __all__ = [
     "Swept",
     "Want",
     "attempt_prefix",
-    "commit",
     "committed",
     "delete_attempt",
     "first_flaw",
@@ -80,26 +79,10 @@ MANIFEST_KEY = re.compile(r"^manifests/(\d+)-(\d+)\.json$")
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A published checkpoint. ``warnings``: older ones that could not be pruned, and why."""
+    """A published checkpoint."""
 
     ref: CheckpointRef
     nbytes: int
-    warnings: tuple[str, ...] = ()
-
-
-def commit(
-    store: Store,
-    manifest: Manifest,
-    keep_last: int,
-    keep_for_s: float | None = None,
-    in_use: Collection[str] = (),
-) -> Committed:
-    """``publish``, then ``prune``."""
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, found {keep_last}")
-    done = publish(store, manifest)
-    warnings = prune(store, manifest, keep_last, keep_for_s, in_use)
-    return Committed(done.ref, done.nbytes, warnings)
 
 
 def publish(store: Store, manifest: Manifest, check: Check = lambda: None) -> Committed:
@@ -188,11 +171,7 @@ class _Published:
 
     @property
     def key(self) -> str:
-        return _manifest_key(self.step, self.attempt)
-
-
-def _manifest_key(step: int, attempt: int) -> str:
-    return f"manifests/{step:010d}-{attempt}.json"
+        return f"manifests/{self.step:010d}-{self.attempt}.json"
 
 
 def _published(store: Store) -> list[_Published]:
@@ -255,7 +234,7 @@ def root_of(ref: CheckpointRef) -> str:
 
 
 def delete_attempt(store: Store, prefix: str) -> None:
-    """Deletes what an attempt wrote. Only for one that was never given to ``commit``."""
+    """Deletes what an attempt wrote. Only for one that was never given to ``publish``."""
     if not ATTEMPT_PREFIX.match(prefix):
         raise ValueError(f"not the prefix of an attempt: {prefix!r}")
     store.delete(prefix)

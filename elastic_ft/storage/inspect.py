@@ -21,7 +21,15 @@ from elastic_ft.storage.checkpoints import (
     file_ends,
     load_manifest,
 )
-from elastic_ft.storage.shards import OBJECT_BYTES, Reader, Want, parallel, prefix_of, verify
+from elastic_ft.storage.shards import (
+    OBJECT_BYTES,
+    Reader,
+    Want,
+    batched_by_size,
+    parallel,
+    prefix_of,
+    verify,
+)
 from elastic_ft.storage.store import Store, if_there, open_store
 
 LOOKUP_THREADS = 16
@@ -247,18 +255,9 @@ def compare_checkpoints(a: Reader, b: Reader) -> Difference:
 def batches(manifest: Manifest, tensors: Iterable[str]) -> Iterator[list[ShardEntry]]:
     """The entries of some tensors as they lie in their objects, OBJECT_BYTES at a time."""
     wanted = set(tensors)
-    batch: list[ShardEntry] = []
-    room = OBJECT_BYTES
-    for entry in sorted(manifest.entries, key=lambda e: (e.file, e.offset)):
-        if entry.tensor not in wanted:
-            continue
-        if batch and entry.nbytes > room:
-            yield batch
-            batch, room = [], OBJECT_BYTES
-        batch.append(entry)
-        room -= entry.nbytes
-    if batch:
-        yield batch
+    entries = sorted(manifest.entries, key=lambda e: (e.file, e.offset))
+    ours = (entry for entry in entries if entry.tensor in wanted)
+    return batched_by_size(ours, lambda entry: entry.nbytes, OBJECT_BYTES)
 
 
 def _read(reader: Reader, batch: list[ShardEntry]) -> list[bytearray]:

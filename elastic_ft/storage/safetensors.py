@@ -17,7 +17,7 @@ from typing import Any
 from elastic_ft.core.manifest import COUNT_MAX, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StorageError, StoreFailed
-from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, parallel
+from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, batched_by_size, parallel
 from elastic_ft.storage.store import Store, if_there, open_store
 
 CONFIG = "config.json"
@@ -69,7 +69,7 @@ def export_folder(reader: Reader, store: Store, file_bytes: int = FILE_BYTES) ->
     for name, spec in specs.items():
         if spec.dtype not in DTYPES:
             raise StorageError(f"{name}: safetensors has no {spec.dtype}")
-    files = list(_divide(specs, file_bytes))
+    files = list(batched_by_size(specs, lambda name: _nbytes(specs[name]), file_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         key = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -106,21 +106,6 @@ def _write(
 
 def _nbytes(spec: TensorSpec) -> int:
     return prod(spec.shape) * DTYPES[spec.dtype][1]
-
-
-def _divide(specs: Mapping[str, TensorSpec], file_bytes: int) -> Iterator[list[str]]:
-    """Names of the tensors of each file; a larger tensor has one of its own."""
-    names: list[str] = []
-    room = file_bytes
-    for name, spec in specs.items():
-        nbytes = _nbytes(spec)
-        if names and nbytes > room:
-            yield names
-            names, room = [], file_bytes
-        names.append(name)
-        room -= nbytes
-    if names:
-        yield names
 
 
 def _header(specs: Mapping[str, TensorSpec]) -> bytes:

@@ -114,19 +114,13 @@ def write_shards(
 
 def _pack(pieces: Iterable[StatePiece]) -> Iterator[list[StatePiece]]:
     """Groups pieces, in order, into objects of at most OBJECT_BYTES."""
-    parts: list[StatePiece] = []
-    nbytes = 0
-    for tensor, box, dtype, data in pieces:
-        if box.numel == 0:
-            continue
-        for cut, view in _cut(box, memoryview(data).cast("B")):
-            if parts and nbytes + view.nbytes > OBJECT_BYTES:
-                yield parts
-                parts, nbytes = [], 0
-            parts.append((tensor, cut, dtype, view))
-            nbytes += view.nbytes
-    if parts:
-        yield parts
+    cuts = (
+        (tensor, cut, dtype, view)
+        for tensor, box, dtype, data in pieces
+        if box.numel
+        for cut, view in _cut(box, memoryview(data).cast("B"))
+    )
+    return batched_by_size(cuts, lambda piece: piece[3].nbytes, OBJECT_BYTES)
 
 
 def _cut(box: Box, view: memoryview) -> Iterator[tuple[Box, memoryview]]:
@@ -366,6 +360,22 @@ def parallel(work: Callable[[A], R], items: Iterable[A], threads: int) -> list[R
             pending.append(pool.submit(work, item))
         results += [future.result() for future in pending]
     return results
+
+
+def batched_by_size(
+    items: Iterable[A], size_of: Callable[[A], int], most: int
+) -> Iterator[list[A]]:
+    """In their order, ``most`` bytes at a time; a larger one is alone."""
+    batch, room = list[A](), most
+    for item in items:
+        nbytes = size_of(item)
+        if batch and nbytes > room:
+            yield batch
+            batch, room = [], most
+        batch.append(item)
+        room -= nbytes
+    if batch:
+        yield batch
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from elastic_ft.keeper.buffer import DIGEST_BYTES, label, schema_bytes, schema_o
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import Want
 from elastic_ft.storage.store import Store, open_store
+from tests.storage.published import commit
 
 RUN, JOB, ROWS = "0123456789ab", "job", 6
 
@@ -85,7 +86,7 @@ def test_the_newest_complete_step_becomes_a_checkpoint(store: Store) -> None:
     save(store, n0=[shard(6, 0), shard(7, 0)], n1=[shard(6, 1), shard(7, 1)])
     saved = found(store)
     assert saved is not None and saved.manifest.step == 7
-    done = checkpoints.commit(store, saved.manifest, 2)
+    done = commit(store, saved.manifest, 2)
     reader = checkpoints.open_checkpoint(done.ref)
     assert checkpoints.verify(store, reader.manifest) == []
     rows = np.zeros((ROWS, 4), np.float32)

@@ -27,6 +27,7 @@ from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.store import open_store
 from tests.multiproc.harness import make_job
+from tests.storage.published import commit
 from tests.waiting import until
 
 
@@ -61,7 +62,7 @@ def publish(folder: Path, step: int) -> None:
         tensors={"w": TensorSpec("float32", (4,))},
         entries=entries,
     )
-    checkpoints.commit(store, manifest, 2)
+    commit(store, manifest, 2)
 
 
 def test_a_complete_job_is_not_run_again(tmp_path: Path) -> None:

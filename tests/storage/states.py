@@ -12,16 +12,15 @@ from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.storage.checkpoints import (
-    Committed,
     Reader,
     Want,
     attempt_prefix,
-    commit,
     committed,
     load_manifest,
     write_shards,
 )
 from elastic_ft.storage.store import Store
+from tests.storage.published import Done, commit
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -99,7 +98,7 @@ def write(
     )
 
 
-def save(store: Store, step: int, keep_last: int = 10, run: str = "run1") -> Committed:
+def save(store: Store, step: int, keep_last: int = 10, run: str = "run1") -> Done:
     return commit(store, write(store, some_state(step), step, run=run), keep_last)
 
 

@@ -13,13 +13,9 @@ from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.state.averaged_reader import averaging_reader
 from elastic_ft.state.torch_checkpoints import export_dcp, export_torch
-from elastic_ft.storage.checkpoints import (
-    attempt_prefix,
-    commit,
-    open_checkpoint,
-    write_shards,
-)
+from elastic_ft.storage.checkpoints import attempt_prefix, open_checkpoint, write_shards
 from elastic_ft.storage.store import open_store
+from tests.storage.published import commit
 
 schedulefree = pytest.importorskip("schedulefree")
 

@@ -25,7 +25,6 @@ from elastic_ft.storage.checkpoints import (
     Reader,
     Want,
     attempt_prefix,
-    commit,
     committed,
     load_manifest,
     open_checkpoint,
@@ -34,6 +33,7 @@ from elastic_ft.storage.checkpoints import (
 )
 from elastic_ft.storage.kinds import Backend
 from elastic_ft.storage.store import Store, open_store
+from tests.storage.published import commit
 from tests.storage.states import (
     Counting,
     cut,

@@ -29,7 +29,6 @@ from elastic_ft.storage.checkpoints import (
     Reader,
     Want,
     attempt_prefix,
-    commit,
     committed,
     delete_attempt,
     load_manifest,
@@ -39,6 +38,7 @@ from elastic_ft.storage.checkpoints import (
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.objects import Objects
 from elastic_ft.storage.store import Store, StoreError
+from tests.storage.published import commit
 
 MIXES = 100
 AT_ONCE = 8

@@ -15,7 +15,6 @@ from elastic_ft.storage import shards
 from elastic_ft.storage.checkpoints import (
     Swept,
     attempt_prefix,
-    commit,
     committed,
     delete_attempt,
     load_manifest,
@@ -25,6 +24,7 @@ from elastic_ft.storage.checkpoints import (
 )
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
+from tests.storage.published import commit
 from tests.storage.states import Counting, flip, read_all, save, some_state, steps, write
 
 # -------------------------------------------------------------- finding, retention, sweep
