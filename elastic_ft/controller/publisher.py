@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
-import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from elastic_ft.config import Job
 from elastic_ft.controller import rescue
+from elastic_ft.controller.errands import Errands
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import CheckpointRef, NodeId
@@ -29,33 +29,13 @@ from elastic_ft.core.terms import Terms, terms_of_manifest
 from elastic_ft.errors import OutOfTime, StateDamaged, StoreFailed, Superseded, Unpublishable
 from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.cancellable import CancellableStore
-from elastic_ft.storage.store import Store, open_store
 from elastic_ft.transport.control import Note
 
+log = logging.getLogger(__name__)
 CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
 CONFIRM_AGAIN_S = 1.0
 AGAIN_S = 2.0  # before the last manifest is tried again
-CLOSE_S = 60.0  # for what is still to be deleted, and for the last one to be read
-
-
-class Errands(threading.Thread):
-    """Does one thing after another; a thing that hangs for ever keeps no process alive."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-
-    def run(self) -> None:
-        while (errand := self._todo.get()) is not None:
-            errand()
-
-    def submit(self, errand: Callable[[], None]) -> None:
-        self._todo.put(errand)
-
-    def close(self, wait_s: float) -> None:
-        """Ends once what was submitted is done, or after ``wait_s``."""
-        self._todo.put(None)
-        self.join(wait_s)
+CLOSE_S = 60.0  # for what is being published or deleted at the end; for the last one to be read
 
 
 class Publisher:
@@ -78,28 +58,29 @@ class Publisher:
         self._job, self._post, self._in_use = job, post, in_use
         self._owner = self._run = run
         self._record = record
-        self._store: Store = open_store(url)
+        self._store = CancellableStore(url)  # a mounted one may hang
         self._claim: owners.Claim | None = None
         self._reading = CancellableStore(url)
         self._newest: Manifest | None = None  # that was published
         self._damaged: set[str] = set()  # URLs of manifests
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
+        self._commits = Errands("checkpoint", at_a_time=2)
         self._deletes, self._looks = Errands("checkpoint-deletes"), Errands("checkpoint-owner")
         self._looking = self._is_hurried = False
         self._impatient = threading.Event()  # nothing is tried again
         self._asked = (0, 0)  # step and generation of what was to be published last
         self._read_whole = ""  # the nonce of a manifest, before it was published
         self._not_deleted: list[cmd.AbandonCheckpoint] = []
-        self._deletes.start()
-        self._looks.start()
 
     def close(self, at_once: bool = False) -> None:
-        """``at_once``: what is being read back is not waited for."""
+        """Within CLOSE_S, of each of commits and deletes; a store that hangs is left then.
+        ``at_once``: what is being read back is not waited for."""
         if at_once:
             self._is_hurried = True
             self._reading.close()
         self._impatient.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._commits.drop()
+        if not self._commits.close(CLOSE_S):
+            log.warning("a checkpoint is being published, and its store hangs: it is left alone")
         self._deletes.close(CLOSE_S)
         self._reading.close()
         self._looks.close(0.0)
@@ -171,11 +152,17 @@ class Publisher:
         """This run ends in good order: there will be nothing to rescue."""
         if self._claim is None:  # the store was away from the start
             return
+        last = Errands("checkpoint-end")
+        last.submit(self._ended)
+        if not last.close(CLOSE_S):  # the next start looks for what is not there
+            log.warning("the end of this run is not recorded: the store hangs")
+
+    def _ended(self) -> None:
         try:
             for run in {self._owner, self._run}:
                 self.claim.ended(run)
-        except StoreFailed as error:  # the next start looks for what is not there
-            self._warn(0, f"the end of this run is not recorded: {error}")
+        except StoreFailed as error:
+            log.warning("the end of this run is not recorded: %s", error)
 
     def look(self) -> None:
         """Whether another controller has taken over: if so ``Superseded`` is posted."""
@@ -287,7 +274,7 @@ class Publisher:
     def commit(self, command: cmd.CommitCheckpoint, layout: str, terms: Terms) -> None:
         """Verifies the shards and publishes the manifest."""
         self._asked = (command.step, command.generation)
-        self._pool.submit(self._commit, command, layout, terms)
+        self._commits.submit(partial(self._commit, command, layout, terms))
 
     def abandon(self, command: cmd.AbandonCheckpoint) -> None:
         """Deletes what was written of it."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from elastic_ft.core.batches import SampleIds
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.reading import Loaded, read_micro_batch
+from elastic_ft.data.settings import Path, Settings, settings_of
 from elastic_ft.errors import GroupBroken
 
 DEPTH_STEPS = 2  # that are wanted at a time
@@ -32,6 +33,9 @@ class Readers(Protocol):
 
     def end_stopped(self) -> None:
         """Those that would never answer."""
+
+    def set(self, settings: Settings) -> None:
+        """Of the dataset, for what is read from now on."""
 
     def close(self) -> None: ...
 
@@ -65,6 +69,10 @@ class Prefetcher:
         self._reads, self._others = reads, others
         self._readers = others.readers if others is not None else [self._read]
         self._reading: set[tuple[int, SampleIds]] = set()
+        self._delivered: tuple[int, list[SampleIds]] = (0, [])
+        self._settings: Settings | None = None  # by which is read
+        self._own_settings: frozenset[Path] | None = None  # that reading itself changes
+        self._version = 0  # of the settings
         self._changed = threading.Condition()
         self._wanted: dict[int, list[SampleIds]] = {}
         self._loaded: dict[tuple[int, SampleIds], Loaded] = {}
@@ -79,6 +87,8 @@ class Prefetcher:
         Raises ValueError if DEPTH_STEPS other steps are already wanted.
         """
         with self._changed:
+            if self._settings is None:
+                self._settings = settings_of(self._dataset)
             if step not in self._wanted and len(self._wanted) >= DEPTH_STEPS:
                 raise ValueError(
                     f"step {step} requested while {sorted(self._wanted)} are wanted; "
@@ -109,6 +119,7 @@ class Prefetcher:
             finally:
                 self._waiting = False
             micro_batches = self._wanted.pop(step)
+            self._delivered = step, micro_batches
             self._forget_outside(step)
             return [self._loaded[step, ids] for ids in micro_batches]
 
@@ -137,6 +148,25 @@ class Prefetcher:
                     self._changed.acquire()
             if self._cancellations != before or self._closed:
                 raise GroupBroken(f"step {step}: its data was cancelled by a new generation")
+
+    def renew(self) -> bool:
+        """Whether the dataset's settings are others than by which samples were read. Then nothing
+        is kept of these, and what was delivered last is wanted again."""
+        with self._changed:
+            own, found = self._own_settings or frozenset(), settings_of(self._dataset)
+            now = {path: value for path, value in found.items() if path not in own}
+            before = self._settings or {}
+            if now == {path: value for path, value in before.items() if path not in own}:
+                return False
+            self._settings, self._version = now, self._version + 1
+            self._loaded.clear()
+            self._failed.clear()
+            step, micro_batches = self._delivered
+            self._wanted[step] = micro_batches
+            if self._others is not None:
+                self._others.set(now)
+            self._changed.notify_all()
+            return True
 
     def cancel(self) -> None:
         """Drops every request and wakes a waiting ``get``; what is loaded is kept."""
@@ -214,18 +244,26 @@ class Prefetcher:
         return None
 
     def _load(self, key: tuple[int, SampleIds], read: Callable[[SampleIds], Loaded]) -> None:
+        version, failed, loaded = self._version, dict[Any, Exception](), dict[Any, Loaded]()
         try:
-            loaded = read(key[1])
+            loaded[key] = read(key[1])
         except Exception as error:  # the user's dataset may raise anything; get() raises it
-            with self._changed:
-                self._reading.discard(key)
-                self._failed[key] = error
-                self._changed.notify_all()
-            return
+            failed[key] = error
         with self._changed:
             self._reading.discard(key)
-            self._loaded[key] = loaded
+            if version == self._version:  # else it is read again
+                self._failed |= failed
+                self._loaded |= loaded
             self._changed.notify_all()
 
     def _read(self, wanted: SampleIds) -> Loaded:
-        return read_micro_batch(self._dataset, self._collate, self._draws, wanted)
+        if self._own_settings is not None:
+            return read_micro_batch(self._dataset, self._collate, self._draws, wanted)
+        before = settings_of(self._dataset)
+        read = read_micro_batch(self._dataset, self._collate, self._draws, wanted)
+        now = settings_of(self._dataset)
+        changed = {
+            p for p in before | now if p not in before or p not in now or before[p] != now[p]
+        }
+        self._own_settings = frozenset(changed)
+        return read

@@ -30,6 +30,7 @@ import torch.multiprocessing  # tensors are sent by shared memory from here on
 from elastic_ft.core.batches import SampleIds
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.reading import Loaded, read_micro_batch
+from elastic_ft.data.settings import Settings, put_settings
 from elastic_ft.errors import DataError
 from elastic_ft.models.imports import one_line
 
@@ -65,6 +66,11 @@ class ReadingProcesses:
         for reader in self.readers:
             reader.end_stopped()
 
+    def set(self, settings: Settings) -> None:
+        """Of the dataset, for what is read from now on."""
+        for reader in self.readers:
+            reader.settings = settings
+
     def close(self) -> None:
         """Ends the processes, whatever they read."""
         for reader in self.readers:
@@ -75,11 +81,15 @@ class ReadingProcess:
     """Called with sample ids, by one thread at a time, it returns the micro-batch, or raises what
     the dataset raises. A process that dies is replaced by another, which is asked the same; where
     that dies, too, DataError.
+
+    Attributes:
+        settings: of the dataset, since they were changed.
     """
 
     def __init__(self, context: Any, number: int, dataset: Any, seed: int) -> None:
         self._context, self._of = context, (dataset, seed)
         self._name, self._lock, self._closed = f"data-{number}", threading.Lock(), False
+        self.settings: Settings = {}
         self._process, self._end = self._start()
 
     @property
@@ -125,7 +135,7 @@ class ReadingProcess:
             ) from error
 
     def _ask(self, wanted: SampleIds) -> Loaded | Exception:
-        self._end.send(wanted)
+        self._end.send((wanted, self.settings))
         answer: Loaded | Exception = self._end.recv()
         return answer
 
@@ -205,8 +215,9 @@ def _watch(sentinel: int, parent: int | None) -> None:
 def _answer(end: Connection, dataset: Any, seed: int) -> None:
     draws = Draws(lambda: seed)
     while True:
-        wanted = end.recv()
+        wanted, settings = end.recv()
         try:
+            put_settings(dataset, settings)
             end.send_bytes(_packed(read_micro_batch(dataset, dataset.collate, draws, wanted)))
         except (BrokenPipeError, ConnectionError):
             return

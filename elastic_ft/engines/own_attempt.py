@@ -24,7 +24,7 @@ class Running:
     def __init__(
         self, number: int, micro_batches: Sequence[MicroBatch], agree: Agree, reach: Reach
     ) -> None:
-        self.number, self.micro_batches = number, micro_batches
+        self.number, self.micro_batches = number, list(micro_batches)
         self.agree, self.reach = agree, reach
         self.current: MicroBatch | None = None
         self.begun = 0  # micro-batches

@@ -96,6 +96,8 @@ class ByUser:
             self._moved = False
         if source is not None:
             self._engine.own.take_from(source, loop.step, self._engine.check_groups)
+        if loop.tools.data.stream is None and loop.tools.prefetcher.renew():
+            attempt.micro_batches = running.micro_batches = loop.load(attempt.number)
         own.at.begin_step(attempt.number)  # not before: who breaks off above is where it was
         self._engine.own.look_ahead(loop.step)
         if body is not None:

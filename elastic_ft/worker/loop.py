@@ -216,7 +216,7 @@ class Loop:
         self._overlap.begin()
         self.tools.points("data")
         with self._spent.on("data_s"):
-            return self._load(number)
+            return self.load(number)
 
     def _made(self, agreed: Agreed, update: Update, began: float) -> Made:
         metrics = self._metrics(agreed, update, began)
@@ -302,7 +302,7 @@ class Loop:
         if number <= self.job.steps:
             self.tools.prefetcher.request(number, [p.ids for p in self._planned(number)])
 
-    def _load(self, number: int) -> list[MicroBatch]:
+    def load(self, number: int) -> list[MicroBatch]:
         hang_s = self.job.elastic.hang_timeout_s
         loaded = self.tools.prefetcher.get(number, hang_s, self.progress)
         self._request(number + 1)

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from elastic_ft.controller import takeover
+from elastic_ft.controller import publisher, takeover
 from elastic_ft.controller.controller import Controller
 from elastic_ft.controller.hearing import Failed, Said
 from elastic_ft.controller.watchdog import Watchdog
@@ -32,7 +32,7 @@ from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import NodeHealth, Note
 from elastic_ft.transport.reception import listen
 from elastic_ft.transport.tls import JobKey
-from tests.oneproc.test_publisher import DEADLINE_S, JOB
+from tests.oneproc.test_publisher import DEADLINE_S, JOB, Hanging
 
 
 class Unstartable(LocalHost):
@@ -205,6 +205,42 @@ def test_a_job_that_ends_without_a_step_tells_how_far_it_came_before_its_last_li
     assert startup.items() <= told.items()
     assert startup["worker"] == "w0" and "first_step_s" not in startup
     assert replay.check_replay(folder.path).difference == ""
+
+
+class HangingEnd(Hanging):
+    """A mount that hangs as the end of a run is noted there."""
+
+    def put(self, key: str, parts: Any, timeout_s: float) -> None:
+        if key.endswith(".ended"):
+            self.asked.set()
+            assert self.let_go.wait(DEADLINE_S)
+        self._backend.put(key, parts, timeout_s)
+
+    def create(self, key: str, data: bytes, timeout_s: float) -> bool:
+        self.put(key, [data], timeout_s)
+        return True
+
+
+def test_a_checkpoint_store_that_hangs_at_the_end_costs_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A controller stood there for ever, its job without a result."""
+    monkeypatch.setattr(publisher, "CLOSE_S", 0.5)
+    folder = RunFolder(f"{tmp_path}/run")
+    controller = Controller(JOB, LocalHost({}), folder, f"{tmp_path}/checkpoints")
+    hanging: Any = HangingEnd(controller._publisher._store)
+    controller._publisher._store.backend = hanging
+    controller.stop("enough")
+    began, results = time.monotonic(), list[Any]()
+    running = threading.Thread(target=lambda: results.append(controller.run()), daemon=True)
+    running.start()
+    running.join(DEADLINE_S / 2)
+    assert not running.is_alive(), "it waits for the store"
+    assert hanging.asked.is_set() and time.monotonic() - began < DEADLINE_S / 2
+    assert results[0]["status"] == "stopped"
+    assert (folder.path / "result.json").exists()
+    assert "the end of this run is not recorded" in caplog.text
+    hanging.let_go.set()
 
 
 class Ending:

@@ -163,6 +163,8 @@ def test_what_is_captured_anew_is_not_what_a_snapshot_still_copies() -> None:
     tools = SimpleNamespace(
         snapshots=SimpleNamespace(wait=note("wait")),
         points=SimpleNamespace(outside=contextlib.nullcontext),
+        data=SimpleNamespace(stream=None),
+        prefetcher=SimpleNamespace(renew=lambda: False),
     )
     loop: Any = SimpleNamespace(tools=tools, groups=of_world, party=Party(of_world), step=3)  # type: ignore[arg-type]
     for moved, expected in ((True, ["wait", "capture", "step"]), (False, ["step"])):

@@ -15,6 +15,7 @@ from elastic_ft.engines.base import MicroBatch
 from elastic_ft.errors import DataError, GroupBroken
 from elastic_ft.worker.agreement import places
 from elastic_ft.worker.same_data import check_data_of_run, data_in_words
+from tests.waiting import until
 
 DEADLINE_S = 120
 
@@ -130,6 +131,38 @@ def test_a_datasets_error_surfaces_and_can_be_retried(slow: Slow, prefetcher: Pr
     prefetcher.request(1, [(6,), (7,)])
     assert _data(prefetcher.get(1, DEADLINE_S)) == [[6], [7]]
     assert slow.read == [6, 7, 7]
+
+
+class Set(Slow):
+    """Its level is set from outside; it counts what is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.count, self.lengths = 0, 0, {"least": 1}
+
+    def __getitem__(self, index: int) -> int:
+        self.count += 1
+        return super().__getitem__(index) + self.level + self.lengths["least"]
+
+
+def test_what_was_read_with_other_settings_is_read_again() -> None:
+    """Also what is being read while they are changed; not for what reading itself changes."""
+    data = Set()
+    data.held.add(7)
+    with Prefetcher(data) as prefetcher:
+        prefetcher.request(1, [(5,)])
+        assert [read.data for read in prefetcher.get(1)] == [[6]]
+        assert not prefetcher.renew()
+        prefetcher.request(2, [(6,), (7,)])
+        until(lambda: 7 in data.read)
+        data.level = 100
+        assert prefetcher.renew()
+        data.lengths["least"] = 10
+        assert prefetcher.renew()
+        data.gate.set()
+        assert [read.data for read in prefetcher.get(1)] == [[115]]
+        assert [read.data for read in prefetcher.get(2)] == [[116], [117]]
+        assert not prefetcher.renew()
 
 
 def test_get_has_a_deadline(slow: Slow, prefetcher: Prefetcher) -> None:

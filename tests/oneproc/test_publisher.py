@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -181,6 +182,49 @@ class Hanging:
         self.asked.set()
         assert self.let_go.wait(DEADLINE_S)
         self._backend.delete(key, timeout_s)
+
+
+class HangingCreates(Hanging):
+    """The same of what it is to create, so long as the key's name begins with ``kind``."""
+
+    def __init__(self, store: Store, kind: str) -> None:
+        super().__init__(store)
+        self._kind = kind
+
+    def create(self, key: str, data: bytes, timeout_s: float) -> bool:
+        if key.startswith(self._kind):
+            self.asked.set()
+            assert self.let_go.wait(DEADLINE_S)
+        return bool(self._backend.create(key, data, timeout_s))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_manifest_whose_put_hangs_keeps_no_controller_from_its_end(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Nor does its thread keep the process from its own."""
+    monkeypatch.setattr(publisher, "CLOSE_S", 0.5)
+    hanging: Any = HangingCreates(publishing.store, "manifests/")
+    publishing.publisher._store.backend = hanging
+    before = set(threading.enumerate())
+    threading.Thread(target=publishing.commit, args=(3,), daemon=True).start()
+    assert hanging.asked.wait(DEADLINE_S)
+    began = time.monotonic()
+    publishing.publisher.close(at_once)
+    assert time.monotonic() - began < DEADLINE_S / 4
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+    hanging.let_go.set()
+
+
+def test_a_mount_that_hangs_is_a_failure_in_time(publishing: Publishing, tmp_path: Path) -> None:
+    """Nothing was said of it, and who owns the store was asked no more."""
+    publishing.publisher._store.deadline_s = 0.5
+    pipe = tmp_path / "owners/2"
+    os.mkfifo(pipe)  # who opens it to read waits for a writer
+    failed = publishing.commit(3)
+    pipe.unlink()
+    assert isinstance(failed, ev.CheckpointFailed) and "nothing came for" in failed.reason
+    assert isinstance(publishing.commit(4), ev.CheckpointCommitted)
 
 
 def test_a_delete_that_hangs_delays_no_outcome(publishing: Publishing) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+from ray.autoscaler._private.fake_multi_node import node_provider
 
 from chaos.free_ports import free_ports
 from elastic_ft.hosts.ray import ray_private, setup_worker
@@ -48,7 +48,8 @@ def autoscaling(nodes_max: int, gcs_address: str, idle_s: float) -> dict[str, An
         "cluster_name": "autoscaled",
         "max_workers": nodes_max,
         "provider": {
-            "type": "fake_multinode",
+            "type": "external",  # else it wants a file of defaults that Ray's package lacks
+            "module": f"{node_provider.__name__}.{node_provider.FakeMultiNodeProvider.__name__}",
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
@@ -81,7 +82,10 @@ class AutoscaledCluster:
         address: for ``ray.init``.
     """
 
-    def __init__(self, nodes_max: int, idle_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, nodes_max: int, idle_s: float, version: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """``version``: of Ray's autoscaler, 1 or 2, which is what KubeRay has by now."""
         self._folder = Path(scratch.make("efa-", "/tmp"))
         # The kernel ends the head with the thread that started it.
         self._starter = ThreadPoolExecutor(1)
@@ -106,9 +110,13 @@ class AutoscaledCluster:
                 temp_dir=str(self._folder),
                 object_store_memory=OBJECTS,
                 labels={LABEL: "true"},
-                env_vars=environment | {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID},
+                env_vars=environment
+                | dict.fromkeys(
+                    ("RAY_OVERRIDE_NODE_ID_FOR_TESTING", "RAY_CLOUD_INSTANCE_ID"),
+                    node_provider.FAKE_HEAD_NODE_ID,
+                ),
                 setup_worker_path=setup_worker.__file__,
-                _system_config=SYSTEM_CONFIG,
+                _system_config=SYSTEM_CONFIG | {"enable_autoscaler_v2": version == 2},
             )
 
         self._head = self._starter.submit(start).result()

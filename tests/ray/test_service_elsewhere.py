@@ -102,11 +102,12 @@ def test_a_job_of_a_service_in_s3_loses_nothing(s3: S3Server) -> None:
     assert run.result()["status"] == "stopped"
 
 
+@pytest.mark.parametrize("version", [1, 2])
 def test_rays_autoscaler_starts_the_nodes_of_a_job_and_ends_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.yaml").write_text("autoscaler: true\n")
-    cluster = AutoscaledCluster(3, 5.0, monkeypatch)
+    cluster = AutoscaledCluster(3, 5.0, version, monkeypatch)
     try:
         client = started(cluster.address, tmp_path / "F", tmp_path / "config.yaml")
         assert client.service()["nodes"] == []
