@@ -270,6 +270,3 @@ def mismatch_message(
 
 def _spec(spec: tuple[str, tuple[int, ...]] | None) -> str:
     return "absent" if spec is None else f"{spec[0]} {list(spec[1])}"
-
-
-__all__ = ["Restored", "mismatch_message", "restore"]
