@@ -42,19 +42,19 @@ def check_model_and_data(job: Job) -> ModelAndData:
     with uncollected():
         import torch
 
-        from elastic_ft.data.dataset import preflight
+        from elastic_ft.data.dataset import open_dataset
         from elastic_ft.engines.laid_out import check_data, check_parallel
         from elastic_ft.engines.learning_rates import check_groups
         from elastic_ft.engines.pretrained import with_model_read
         from elastic_ft.models.build import build_model
 
     job, digest = with_model_read(job)
-    bundle, parameters = preflight(job)
-    count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
+    bundle = open_dataset(job.data, job.seed)
     with torch.device("meta"):
         model = build_model(
             job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
         )
+    count = sum(parameter.numel() for parameter in model.parameters())
     check_parallel(job, model, bundle.sequence_length)
     check_data(job, bundle.train)
     check_groups(job.optimizer, model)

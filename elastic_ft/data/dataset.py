@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from elastic_ft.config import DataConfig, Job
+from elastic_ft.config import DataConfig
 from elastic_ft.data.corpus import Corpus, open_corpus
 from elastic_ft.data.epoch_order import EpochOrder
 from elastic_ft.data.reading_processes import ReadingProcesses
 from elastic_ft.data.stream import SampleStream
 from elastic_ft.data.token_shards import TokenShards, find_shards
 from elastic_ft.errors import DataError, redacted
-from elastic_ft.models.build import build_model
 from elastic_ft.models.imports import call_object, import_object, one_line
 from elastic_ft.models.loss import IGNORED_LABEL
-
-ParameterTable = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @runtime_checkable
@@ -240,21 +237,3 @@ def _checked(dataset: Any, path: str) -> Dataset:
     if count == 0:
         raise DataError(f"data.path: {path} returned a {kind} without samples")
     return dataset if isinstance(dataset, Dataset) else Collated(dataset)
-
-
-def preflight(job: Job) -> tuple[DataBundle, ParameterTable]:
-    """Returns the open data, and each parameter's (dtype, shape) by name, before anything starts.
-
-    The model is built on the meta device: no memory is taken, whatever its size.
-    Raises DataError, StorageError or ModelError, one line.
-    """
-    bundle = open_dataset(job.data, job.seed)
-    with torch.device("meta"):
-        model = build_model(
-            job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
-        )
-    table = {
-        name: (parameter.dtype, tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-    }
-    return bundle, table

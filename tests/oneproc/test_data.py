@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from elastic_ft.cli.check_model import check_model_and_data
 from elastic_ft.config import DataConfig, parse_job
 from elastic_ft.data import corpus as corpus_module
 from elastic_ft.data.corpus import open_corpus
-from elastic_ft.data.dataset import Dataset, open_dataset, preflight
+from elastic_ft.data.dataset import Dataset, open_dataset
 from elastic_ft.errors import DataError, ModelError
 from tests.oneproc.texts import DOCUMENTS, write_texts
 
@@ -282,11 +284,27 @@ def job(tmp_path: Path, **model: Any) -> Any:
 
 
 def test_preflight_tells_what_will_be_trained(tmp_path: Path) -> None:
-    bundle, table = preflight(job(tmp_path, preset="decoder-7b"))
-    assert table["embedding.weight"] == (torch.float32, (bundle.vocab_size, 4096))
-    assert len(table) == 3 + 32 * 9
+    found = check_model_and_data(job(tmp_path, preset="decoder-7b"))
+    assert found.tensors["model.embedding.weight"] == ("float32", (300, 4096))
+    assert len(found.tensors) == 3 + 32 * 9
+    assert found.parameters == sum(prod(shape) for _, shape in found.tensors.values())
+
+
+def test_preflight_makes_a_users_model_once(tmp_path: Path) -> None:
+    """It may take a while, however little memory. It was made for its table, and once more."""
+    MADE.clear()
+    check_model_and_data(job(tmp_path, path=f"{__name__}:make_model"))
+    assert len(MADE) == 1
+
+
+MADE: list[str] = []
+
+
+def make_model() -> torch.nn.Module:
+    MADE.append("a model")
+    return torch.nn.Linear(2, 2)
 
 
 def test_preflight_refuses_a_bad_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.preset"):
-        preflight(job(tmp_path, preset="decoder"))
+        check_model_and_data(job(tmp_path, preset="decoder"))

@@ -48,10 +48,10 @@ def test_the_custom_example_trains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_transformers_example_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from elastic_ft.data.dataset import preflight
+    from elastic_ft.cli.check_model import check_model_and_data
 
     job = load_job(ROOT / "examples" / "transformers.yaml")
     changes = {"cache_dir": str(tmp_path), "max_tokens": 20_000}
     job = job.model_copy(update={"data": job.data.model_copy(update=changes)})
-    bundle, table = preflight(job)
-    assert table["lm_head.weight"][1] == (bundle.vocab_size, 128) == (2048, 128)
+    found = check_model_and_data(job)
+    assert found.tensors["model.lm_head.weight"] == ("float32", (2048, 128))
