@@ -17,20 +17,3 @@ from elastic_ft.config.trained import (
     OptimizerConfig,
     ParameterGroup,
 )
-
-__all__ = [
-    "CommConfig",
-    "DataConfig",
-    "Job",
-    "LoopConfig",
-    "LoraSection",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "ParameterGroup",
-    "SnapshotConfig",
-    "load_job",
-    "parse_job",
-    "parse_text",
-    "parse_yaml",
-]

@@ -33,7 +33,7 @@ from elastic_ft.keeper.emergency import (
     shard_name,
 )
 from elastic_ft.observe.run_folder import read_lines
-from elastic_ft.storage import checkpoints
+from elastic_ft.storage.shards import attempt_prefix
 from elastic_ft.storage.store import Store
 
 POLL_S = 0.2
@@ -197,7 +197,7 @@ class _Waiting:
         """Shards under way, of which nobody says anything yet."""
         found: set[str] = set()
         for step in steps:
-            prefix = checkpoints.attempt_prefix(self._run, GENERATION, step)
+            prefix = attempt_prefix(self._run, GENERATION, step)
             found.update(self._store.list(prefix))
         grew, self._data = len(found) > len(self._data), frozenset(found)
         return grew

@@ -19,7 +19,6 @@ from torch.utils.data import default_collate
 from elastic_ft.config import DataConfig, Job
 from elastic_ft.data.corpus import Corpus, open_corpus
 from elastic_ft.data.epoch_order import EpochOrder
-from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.data.reading_processes import ReadingProcesses
 from elastic_ft.data.stream import SampleStream
 from elastic_ft.data.token_shards import TokenShards, find_shards
@@ -27,8 +26,6 @@ from elastic_ft.errors import DataError, redacted
 from elastic_ft.models.build import build_model
 from elastic_ft.models.imports import call_object, import_object, one_line
 from elastic_ft.models.loss import IGNORED_LABEL
-
-__all__ = ["DataBundle", "Dataset", "Prefetcher", "open_dataset", "preflight"]
 
 ParameterTable = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 

@@ -36,7 +36,7 @@ from elastic_ft.core.assignment import Holding, NodeId
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.errors import StoreFailed
 from elastic_ft.keeper.buffer import ByteArray, Schema, bytes_of_box, is_whole, label
-from elastic_ft.storage import checkpoints
+from elastic_ft.storage import shards
 from elastic_ft.storage.store import Store
 
 GENERATION = 0
@@ -191,7 +191,7 @@ class _Saving:
     def _write(self, held: SavedShard) -> bool:
         holding = held.holding
         number = zlib.crc32(f"{held.name} {self._keeper}".encode())  # in place of a rank
-        prefix = checkpoints.attempt_prefix(self._run, GENERATION, holding.step)
+        prefix = shards.attempt_prefix(self._run, GENERATION, holding.step)
         pieces = (
             (slot.name, slot.box, slot.dtype, memoryview(bytes_of_box(held.buffer, slot, slot.box)))
             for slot in held.schema
@@ -203,7 +203,7 @@ class _Saving:
             "generation": holding.generation,
             "space": holding.space,
             "shard": holding.shard,
-            "entries": checkpoints.write_shards(self._store, prefix, number, pieces),
+            "entries": shards.write_shards(self._store, prefix, number, pieces),
             "tensors": {slot.name: [slot.dtype, slot.shape] for slot in held.schema},
             "record": [asdict(line) for line in record],
         }

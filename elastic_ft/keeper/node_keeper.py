@@ -46,7 +46,7 @@ from elastic_ft.keeper.buffer import (
     shard_bytes,
 )
 from elastic_ft.keeper.processes import inspect
-from elastic_ft.storage import checkpoints
+from elastic_ft.storage import shards
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import Store, open_store
 from elastic_ft.transport.control import Inspect, NodeHealth, Welcome
@@ -367,8 +367,8 @@ class NodeKeeper:
             if (slot.name, slot.box) in wanted.owned and slot.nbytes
         )
         store = self._store(wanted.url)
-        pace = checkpoints.RateLimit(wanted.max_mb_per_s * 1e6) if wanted.max_mb_per_s else None
-        return checkpoints.write_shards(store, wanted.prefix, wanted.rank, pieces, pace=pace)
+        pace = shards.RateLimit(wanted.max_mb_per_s * 1e6) if wanted.max_mb_per_s else None
+        return shards.write_shards(store, wanted.prefix, wanted.rank, pieces, pace=pace)
 
     def _is_whole(self, segment: Segment, of: Holding) -> bool:
         return is_whole(segment.content, label(self._welcome.run, of, segment.schema))

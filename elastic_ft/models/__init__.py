@@ -3,14 +3,3 @@
 from elastic_ft.models.build import block_modules, build_model, computed_buffers, initial_state
 from elastic_ft.models.decoder import PRESETS, Decoder, DecoderConfig
 from elastic_ft.models.loss import loss_sum
-
-__all__ = [
-    "PRESETS",
-    "Decoder",
-    "DecoderConfig",
-    "block_modules",
-    "build_model",
-    "computed_buffers",
-    "initial_state",
-    "loss_sum",
-]

@@ -10,13 +10,3 @@ computed each of its steps, so that a lost, repeated or mixed step shows in the 
 from elastic_ft.sim.checks import SimViolation
 from elastic_ft.sim.runs import Report, simulate
 from elastic_ft.sim.scenario import SimFault, SimKill, SimScenario, sim_policy
-
-__all__ = [
-    "Report",
-    "SimFault",
-    "SimKill",
-    "SimScenario",
-    "SimViolation",
-    "sim_policy",
-    "simulate",
-]

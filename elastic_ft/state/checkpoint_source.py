@@ -12,7 +12,7 @@ from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateUnreadable, StoreFailed
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import DIGEST_BYTES, Schema, Slot, seal
-from elastic_ft.storage import checkpoints
+from elastic_ft.storage import checkpoints, shards
 from elastic_ft.storage.cancellable import CancellableStore
 
 
@@ -65,7 +65,7 @@ class StoredState:
         wants, offset = [], 0
         for (name, box), size in zip(wanted, sizes, strict=True):
             into = memoryview(buffer[offset : offset + size])
-            wants.append(checkpoints.Want(name, box, into))
+            wants.append(shards.Want(name, box, into))
             offset += size
         with reading_checkpoint(self._groups, self._store, self.holder):
             self._reader.read(wants)

@@ -26,7 +26,7 @@ from elastic_ft.state.host_shards import HostShard
 from elastic_ft.state.placed import Placed
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, tensor_name
-from elastic_ft.storage import checkpoints
+from elastic_ft.storage import shards
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import Note
@@ -74,9 +74,7 @@ class Checkpointer:
         self._insisted = (0, 0.0)  # on which step, since when
         self._store: Any = None
         self._max_mb_per_s = max_upload_mb_per_s
-        self._pace = (
-            checkpoints.RateLimit(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
-        )
+        self._pace = shards.RateLimit(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
 
     def owned_state(self, state: LocalState, owned: OwnedBoxes) -> LocalState:
         return {key: t for key, t in state.items() if (tensor_name(key), t.box) in owned}
@@ -119,7 +117,7 @@ class Checkpointer:
         try:
             shard.ready.result(COPIED_TIMEOUT_S)
             self._reach("checkpoint_shard", shard.of.step)
-            prefix = checkpoints.attempt_prefix(self._run, generation, shard.of.step)
+            prefix = shards.attempt_prefix(self._run, generation, shard.of.step)
             write = partial(self._write_shards, shard, owned, prefix, rank)
             entries = self._insist(write, patience, generation, shard.of.step)
             self._reach("before_manifest", shard.of.step)
@@ -186,7 +184,7 @@ class Checkpointer:
             self._store = open_store(self._url, deadline_s=OBJECT_DEADLINE_S)
         shard.verify(self._worker)  # else it would be given a new digest, and pass for good
         pieces = _pieces(shard, owned)
-        return checkpoints.write_shards(self._store, prefix, rank, pieces, pace=self._pace)
+        return shards.write_shards(self._store, prefix, rank, pieces, pace=self._pace)
 
     def wait_all(self, timeout_s: float) -> bool:
         """Waits for uploads under way. Returns whether all have ended."""

@@ -28,44 +28,12 @@ from functools import partial
 from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.manifest import Manifest, incomplete
 from elastic_ft.errors import StateDamaged, StoreFailed, Unpublishable
-from elastic_ft.storage.shards import (
-    RateLimit,
-    Reader,
-    StatePiece,
-    Want,
-    attempt_prefix,
-    first_flaw,
-    odd_sizes,
-    parallel,
-    prefix_of,
-    verify,
-    write_shards,
-    writers,
-)
+from elastic_ft.storage.shards import RateLimit as RateLimit
+from elastic_ft.storage.shards import Reader, odd_sizes, parallel, prefix_of
+from elastic_ft.storage.shards import attempt_prefix as attempt_prefix
+from elastic_ft.storage.shards import first_flaw as first_flaw
+from elastic_ft.storage.shards import writers as writers
 from elastic_ft.storage.store import Store, if_there, open_store
-
-__all__ = [
-    "Committed",
-    "RateLimit",
-    "Reader",
-    "StatePiece",
-    "Swept",
-    "Want",
-    "attempt_prefix",
-    "committed",
-    "delete_attempt",
-    "first_flaw",
-    "load_manifest",
-    "open_checkpoint",
-    "prefix_of",
-    "prune",
-    "publish",
-    "root_of",
-    "sweep_abandoned",
-    "verify",
-    "write_shards",
-    "writers",
-]
 
 LOOKUP_THREADS = 16
 PUBLISH_ATTEMPTS = 3

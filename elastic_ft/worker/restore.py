@@ -24,7 +24,7 @@ from elastic_ft.state.residuals import is_optional, settle_residuals, summed_res
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.state.transfer import hand_on, move
-from elastic_ft.storage import checkpoints
+from elastic_ft.storage import checkpoints, shards
 from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.frozen_weights import FrozenBytes, place_frozen
 
@@ -220,7 +220,7 @@ def _read_checkpoint(
 
 
 def read_boxes(
-    reader: checkpoints.Reader, state: LocalState, mine: LocalState, elsewhere: Set[str]
+    reader: shards.Reader, state: LocalState, mine: LocalState, elsewhere: Set[str]
 ) -> None:
     """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged, StoreFailed.
 
@@ -246,7 +246,7 @@ def read_boxes(
             buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
             staged.append((tensor.local, buffer))
         raw = buffer.reshape(-1).view(torch.uint8).numpy()
-        wanted.append(checkpoints.Want(tensor_name(key), tensor.box, memoryview(raw)))
+        wanted.append(shards.Want(tensor_name(key), tensor.box, memoryview(raw)))
     reader.read(wanted)
     with torch.no_grad():
         for target, buffer in staged:
@@ -270,6 +270,3 @@ def mismatch_message(
 
 def _spec(spec: tuple[str, tuple[int, ...]] | None) -> str:
     return "absent" if spec is None else f"{spec[0]} {list(spec[1])}"
-
-
-__all__ = ["Restored", "mismatch_message", "restore"]

@@ -16,7 +16,7 @@ from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
 from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
-from elastic_ft.storage.checkpoints import attempt_prefix, write_shards
+from elastic_ft.storage.shards import attempt_prefix, write_shards
 from elastic_ft.storage.store import Store, open_store
 from tests.storage.published import commit
 

@@ -18,8 +18,8 @@ from elastic_ft.core.sharding import Box
 from elastic_ft.faults import PointFault
 from elastic_ft.models.build import build_model
 from elastic_ft.models.loss import loss_and_named
-from elastic_ft.storage.checkpoints import Want
 from elastic_ft.storage.inspect import find_one
+from elastic_ft.storage.shards import Want
 from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
 from tests.multiproc.layouts import COMMON
 from tests.multiproc.tiny import Lethal

@@ -12,8 +12,8 @@ import torch
 from elastic_ft.config import Job
 from elastic_ft.core.sharding import Box
 from elastic_ft.faults import PointFault
-from elastic_ft.storage.checkpoints import Want
 from elastic_ft.storage.inspect import find_one
+from elastic_ft.storage.shards import Want
 from tests.multiproc.harness import Gate, Run, make_job, run_job
 
 STEPS = 20

@@ -22,7 +22,7 @@ from elastic_ft.errors import StoreFailed
 from elastic_ft.keeper import emergency
 from elastic_ft.keeper.buffer import DIGEST_BYTES, label, schema_bytes, schema_of_parts, seal
 from elastic_ft.storage import checkpoints
-from elastic_ft.storage.shards import Want
+from elastic_ft.storage.shards import Want, verify
 from elastic_ft.storage.store import Store, open_store
 from tests.storage.published import commit
 
@@ -88,7 +88,7 @@ def test_the_newest_complete_step_becomes_a_checkpoint(store: Store) -> None:
     assert saved is not None and saved.manifest.step == 7
     done = commit(store, saved.manifest, 2)
     reader = checkpoints.open_checkpoint(done.ref)
-    assert checkpoints.verify(store, reader.manifest) == []
+    assert verify(store, reader.manifest) == []
     rows = np.zeros((ROWS, 4), np.float32)
     reader.read([Want("weight", Box.whole((ROWS, 4)), memoryview(rows).cast("B"))])
     assert rows[:, 0].tolist() == [7, 7, 7, 8, 8, 8]
@@ -123,7 +123,7 @@ def test_each_shard_is_written_once_and_by_who_has_it_whole(store: Store) -> Non
     )
     assert len(gathered(store)) == 2
     saved = found(store)
-    assert saved is not None and checkpoints.verify(store, saved.manifest) == []
+    assert saved is not None and verify(store, saved.manifest) == []
 
 
 def test_an_incomplete_step_is_passed_over(store: Store) -> None:
@@ -150,7 +150,7 @@ def test_both_histories_of_a_step_are_written_and_the_later_one_is_taken(store: 
     written = gathered(store)
     assert sorted(one.generation for one in written) == [1, 1, 2, 2]
     saved = found(store)
-    assert saved is not None and checkpoints.verify(store, saved.manifest) == []
+    assert saved is not None and verify(store, saved.manifest) == []
     entries = {entry.file for entry in saved.manifest.entries}
     assert entries == {e.file for one in written if one.generation == 2 for e in one.entries}
 
@@ -349,7 +349,7 @@ def test_a_keeper_killed_at_any_operation_leaves_the_rest_to_another(
         there = rescue.gather(each, RUN, {"n1": 0.0}, AT_ONCE)
         saved = rescue.compose(there.shards, JOB, RUN, 100)
         assert saved is not None and saved.manifest.step == 7, f"killed at operation {at}"
-        assert checkpoints.verify(each, saved.manifest) == []
+        assert verify(each, saved.manifest) == []
 
 
 def test_one_operation_that_fails_costs_nothing_and_two_no_other_shard(

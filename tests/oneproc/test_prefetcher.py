@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.data.dataset import DataBundle, Prefetcher
-from elastic_ft.data.prefetch import Loaded
+from elastic_ft.data.dataset import DataBundle
+from elastic_ft.data.prefetch import Loaded, Prefetcher
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.errors import DataError, GroupBroken
 from elastic_ft.worker.agreement import places

@@ -22,7 +22,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StoreFailed, Superseded
 from elastic_ft.observe.run_folder import RunFolder
-from elastic_ft.storage import checkpoints
+from elastic_ft.storage import checkpoints, shards
 from elastic_ft.storage.store import Store, open_store
 
 DEADLINE_S = 60.0
@@ -51,9 +51,9 @@ class Publishing:
 
     def commit(self, step: int, happens: Callable[[], None] = lambda: None) -> Any:
         """The outcome. ``happens``: between the shards and the manifest."""
-        prefix = checkpoints.attempt_prefix(self.run, 1, step)
+        prefix = shards.attempt_prefix(self.run, 1, step)
         piece = ("w", Box((0,), (4,)), "float32", memoryview(bytes(16)))
-        entries = checkpoints.write_shards(self.store, prefix, 0, [piece])
+        entries = shards.write_shards(self.store, prefix, 0, [piece])
         command = cmd.CommitCheckpoint(step, 1, tuple(entries), {"w": ("float32", (4,))})
         happens()
         self.publisher.commit(command, "ddp1", TERMS)
@@ -70,7 +70,7 @@ class Publishing:
 
     def damage(self, step: int) -> None:
         """One bit of a shard, after it was written: its length tells nobody."""
-        (key,) = self.store.list(checkpoints.attempt_prefix(self.run, 1, step))
+        (key,) = self.store.list(shards.attempt_prefix(self.run, 1, step))
         body = bytearray(self.store.get(key))
         body[3] ^= 1
         self.store.put(key, body)
@@ -287,7 +287,7 @@ def test_what_many_have_written_is_read_back_as_fast_as_they_may_write(
     """Else retention waits for hours: the cap is one worker's, the checkpoint is all of theirs."""
     rates: list[float] = []
 
-    class Noted(checkpoints.RateLimit):
+    class Noted(shards.RateLimit):
         def __init__(self, bytes_per_s: float) -> None:
             rates.append(bytes_per_s)
             super().__init__(bytes_per_s)
@@ -295,10 +295,10 @@ def test_what_many_have_written_is_read_back_as_fast_as_they_may_write(
     monkeypatch.setattr(checkpoints, "RateLimit", Noted)
     keep = JOB.checkpoint.model_copy(update={"max_upload_mb_per_s": 50.0})
     one = Publishing(str(tmp_path), "run1", job=JOB.model_copy(update={"checkpoint": keep}))
-    prefix, entries = checkpoints.attempt_prefix("run1", 1, 2), []
+    prefix, entries = shards.attempt_prefix("run1", 1, 2), []
     for rank in range(4):
         piece = ("w", Box((rank,), (1,)), "float32", memoryview(bytes(4)))
-        entries += checkpoints.write_shards(one.store, prefix, rank, [piece])
+        entries += shards.write_shards(one.store, prefix, rank, [piece])
     command = cmd.CommitCheckpoint(2, 1, tuple(entries), {"w": ("float32", (4,))})
     one.publisher.commit(command, "ddp4", TERMS)
     assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointCommitted)
@@ -351,7 +351,7 @@ def test_who_is_asked_to_stop_waits_for_no_rate_limit(
     wait for that keep a process alive for as long."""
     before, paced = set(threading.enumerate()), threading.Semaphore(0)
 
-    class Noted(checkpoints.RateLimit):
+    class Noted(shards.RateLimit):
         def wait(self, *args: Any) -> None:
             paced.release()
             super().wait(*args)
@@ -362,8 +362,8 @@ def test_who_is_asked_to_stop_waits_for_no_rate_limit(
     entries: list[dict[str, Any]] = []
     for rank in range(4):
         piece = ("w", Box((rank,), (1,)), "float32", memoryview(bytes(4)))
-        prefix = checkpoints.attempt_prefix("run1", 1, 2)
-        entries += checkpoints.write_shards(one.store, prefix, rank, [piece])
+        prefix = shards.attempt_prefix("run1", 1, 2)
+        entries += shards.write_shards(one.store, prefix, rank, [piece])
     command = cmd.CommitCheckpoint(2, 1, tuple(entries), {"w": ("float32", (4,))})
     one.publisher.commit(command, "ddp4", TERMS)
     assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointCommitted)
@@ -395,7 +395,7 @@ def test_who_is_superseded_says_so_and_publishes_nothing(publishing: Publishing)
     publishing.publisher.look()
     assert isinstance(publishing.posted.get(timeout=DEADLINE_S), Superseded)
     piece = ("w", Box((0,), (4,)), "float32", memoryview(bytes(16)))
-    checkpoints.write_shards(other.store, checkpoints.attempt_prefix("run2", 1, 3), 0, [piece])
+    shards.write_shards(other.store, shards.attempt_prefix("run2", 1, 3), 0, [piece])
     before = other.store.list()
     publishing.publisher.sweep()
     assert isinstance(publishing.posted.get(timeout=DEADLINE_S), Superseded)

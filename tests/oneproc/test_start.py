@@ -24,7 +24,7 @@ from elastic_ft.observe import handover
 from elastic_ft.observe.alive import Alive
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.run_folder import RunFolder, read_lines
-from elastic_ft.storage import checkpoints, owners
+from elastic_ft.storage import owners, shards
 from elastic_ft.storage.store import open_store
 from tests.multiproc.harness import make_job
 from tests.storage.published import commit
@@ -47,9 +47,9 @@ def publish(folder: Path, step: int) -> None:
     store = open_store(str(folder / "checkpoints"))
     box = Box((0,), (4,))
     pieces = [("w", box, "float32", memoryview(np.zeros(4, np.float32)).cast("B"))]
-    prefix = checkpoints.attempt_prefix("run", 1, step)
+    prefix = shards.attempt_prefix("run", 1, step)
     entries = tuple(
-        ShardEntry.from_dict(item) for item in checkpoints.write_shards(store, prefix, 0, pieces)
+        ShardEntry.from_dict(item) for item in shards.write_shards(store, prefix, 0, pieces)
     )
     manifest = Manifest(
         job="tiny",

@@ -13,7 +13,8 @@ import torch
 
 from elastic_ft.config import DataConfig
 from elastic_ft.data import token_shards
-from elastic_ft.data.dataset import Prefetcher, open_dataset
+from elastic_ft.data.dataset import open_dataset
+from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.errors import DataError, StoreFailed
 from elastic_ft.storage.store import Store
 

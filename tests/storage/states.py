@@ -11,14 +11,8 @@ import numpy as np
 from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
-from elastic_ft.storage.checkpoints import (
-    Reader,
-    Want,
-    attempt_prefix,
-    committed,
-    load_manifest,
-    write_shards,
-)
+from elastic_ft.storage.checkpoints import committed, load_manifest
+from elastic_ft.storage.shards import Reader, Want, attempt_prefix, write_shards
 from elastic_ft.storage.store import Store
 from tests.storage.published import Done, commit
 

@@ -13,7 +13,8 @@ from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.state.averaged_reader import averaging_reader
 from elastic_ft.state.torch_checkpoints import export_dcp, export_torch
-from elastic_ft.storage.checkpoints import attempt_prefix, open_checkpoint, write_shards
+from elastic_ft.storage.checkpoints import open_checkpoint
+from elastic_ft.storage.shards import attempt_prefix, write_shards
 from elastic_ft.storage.store import open_store
 from tests.storage.published import commit
 

@@ -20,18 +20,9 @@ from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.storage import shards
 from elastic_ft.storage.cancellable import find_object
-from elastic_ft.storage.checkpoints import (
-    RateLimit,
-    Reader,
-    Want,
-    attempt_prefix,
-    committed,
-    load_manifest,
-    open_checkpoint,
-    verify,
-    write_shards,
-)
+from elastic_ft.storage.checkpoints import committed, load_manifest, open_checkpoint
 from elastic_ft.storage.kinds import Backend
+from elastic_ft.storage.shards import RateLimit, Reader, Want, attempt_prefix, verify, write_shards
 from elastic_ft.storage.store import Store, open_store
 from tests.storage.published import commit
 from tests.storage.states import (

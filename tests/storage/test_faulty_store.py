@@ -25,18 +25,10 @@ from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.storage import store as store_module
-from elastic_ft.storage.checkpoints import (
-    Reader,
-    Want,
-    attempt_prefix,
-    committed,
-    delete_attempt,
-    load_manifest,
-    sweep_abandoned,
-    write_shards,
-)
+from elastic_ft.storage.checkpoints import committed, delete_attempt, load_manifest, sweep_abandoned
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.objects import Objects
+from elastic_ft.storage.shards import Reader, Want, attempt_prefix, write_shards
 from elastic_ft.storage.store import Store, StoreError
 from tests.storage.published import commit
 

@@ -14,15 +14,13 @@ from elastic_ft.errors import StateDamaged
 from elastic_ft.storage import shards
 from elastic_ft.storage.checkpoints import (
     Swept,
-    attempt_prefix,
     committed,
     delete_attempt,
     load_manifest,
-    prefix_of,
     sweep_abandoned,
-    write_shards,
 )
 from elastic_ft.storage.kinds import FailureKind
+from elastic_ft.storage.shards import attempt_prefix, prefix_of, write_shards
 from elastic_ft.storage.store import Store, StoreError, open_store
 from tests.storage.published import commit
 from tests.storage.states import Counting, flip, read_all, save, some_state, steps, write

@@ -6,5 +6,3 @@ imported what they need (``warm``). The controller asks it over a socket (``loca
 
 from elastic_ft.hosts.local.local_host import LocalHost
 from elastic_ft.hosts.local.run_local import run_local
-
-__all__ = ["LocalHost", "run_local"]
