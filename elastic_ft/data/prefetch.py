@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from elastic_ft.core.batches import SampleIds
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.reading import Loaded, read_micro_batch
-from elastic_ft.data.settings import Path, Settings, settings_of
+from elastic_ft.data.settings import Path, Settings, changed_settings, settings_of
 from elastic_ft.errors import GroupBroken
 
 DEPTH_STEPS = 2  # that are wanted at a time
@@ -63,7 +63,7 @@ class Prefetcher:
         """
         self._dataset = dataset
         self._collate = dataset.collate
-        self._draws, self._waiting = draws, False
+        self._draws, self._waiting, self._gets = draws, False, 0
         if draws is not None and hasattr(dataset, "seeded_by"):  # a stream: it reads others, too
             dataset.seeded_by(draws.begin)
         self._reads, self._others = reads, others
@@ -72,7 +72,7 @@ class Prefetcher:
         self._delivered: tuple[int, list[SampleIds]] = (0, [])
         self._settings: Settings | None = None  # by which is read
         self._own_settings: frozenset[Path] | None = None  # that reading itself changes
-        self._version = 0  # of the settings
+        self._version, self._renewed_at = 0, 0  # of the settings; the step, until the next is got
         self._changed = threading.Condition()
         self._wanted: dict[int, list[SampleIds]] = {}
         self._loaded: dict[tuple[int, SampleIds], Loaded] = {}
@@ -112,7 +112,7 @@ class Prefetcher:
         with self._changed:
             if step not in self._wanted:
                 raise ValueError(f"step {step} was not requested; wanted: {sorted(self._wanted)}")
-            self._waiting = True
+            self._waiting, self._gets = True, self._gets + 1
             self._changed.notify_all()
             try:
                 self._await(step, timeout_s, progress)
@@ -120,6 +120,7 @@ class Prefetcher:
                 self._waiting = False
             micro_batches = self._wanted.pop(step)
             self._delivered = step, micro_batches
+            self._renewed_at = 0 if step != self._renewed_at else step
             self._forget_outside(step)
             return [self._loaded[step, ids] for ids in micro_batches]
 
@@ -153,18 +154,16 @@ class Prefetcher:
         """Whether the dataset's settings are others than by which samples were read. Then nothing
         is kept of these, and what was delivered last is wanted again."""
         with self._changed:
-            own, found = self._own_settings or frozenset(), settings_of(self._dataset)
-            now = {path: value for path, value in found.items() if path not in own}
-            before = self._settings or {}
-            if now == {path: value for path, value in before.items() if path not in own}:
+            own, now = self._own_settings or frozenset(), settings_of(self._dataset)
+            if not changed_settings(self._settings or {}, now) - own:
                 return False
             self._settings, self._version = now, self._version + 1
             self._loaded.clear()
             self._failed.clear()
             step, micro_batches = self._delivered
-            self._wanted[step] = micro_batches
+            self._wanted[step], self._renewed_at = micro_batches, step
             if self._others is not None:
-                self._others.set(now)
+                self._others.set({path: now[path] for path in now.keys() - own})
             self._changed.notify_all()
             return True
 
@@ -233,8 +232,9 @@ class Prefetcher:
 
     def _may_read(self) -> bool:
         draws = self._draws is not None and self._draws.known is not False
-        draws = draws and self._others is None  # their generators are nobody else's
-        return (self._waiting or not draws) and self._next() is not None
+        alone = draws or self._renewed_at  # or was that reading which has set something?
+        # What other processes draw and set is their own.
+        return (self._waiting or not alone or self._others is not None) and self._next() is not None
 
     def _next(self) -> tuple[int, SampleIds] | None:
         for step in sorted(self._wanted):
@@ -257,13 +257,13 @@ class Prefetcher:
             self._changed.notify_all()
 
     def _read(self, wanted: SampleIds) -> Loaded:
-        if self._own_settings is not None:
+        own, gets = self._own_settings, self._gets
+        if own is not None and not self._renewed_at:
             return read_micro_batch(self._dataset, self._collate, self._draws, wanted)
         before = settings_of(self._dataset)
         read = read_micro_batch(self._dataset, self._collate, self._draws, wanted)
-        now = settings_of(self._dataset)
-        changed = {
-            p for p in before | now if p not in before or p not in now or before[p] != now[p]
-        }
-        self._own_settings = frozenset(changed)
+        changed = changed_settings(before, settings_of(self._dataset))
+        with self._changed:
+            if own is None or (self._waiting and gets == self._gets):  # the script has waited
+                self._own_settings = changed | (own or frozenset())
         return read

@@ -11,6 +11,8 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from elastic_ft.errors import DataError
+
 Path = tuple[str | int, ...]  # attributes, and places in lists
 Settings = dict[Path, Any]
 SCALARS = (bool, int, float, str, type(None))
@@ -38,14 +40,30 @@ def settings_of(dataset: Any) -> Settings:
     return found
 
 
+def changed_settings(before: Settings, now: Settings) -> frozenset[Path]:
+    """Which are others, or are in one of both alone."""
+    return frozenset(
+        path
+        for path in before.keys() | now.keys()
+        if path not in before or path not in now or before[path] != now[path]
+    )
+
+
 def put_settings(dataset: Any, settings: Mapping[Path, Any]) -> None:
-    """Sets those that ``settings_of`` another process's copy has found."""
+    """Sets those that ``settings_of`` another process's copy has found. Raises DataError where this
+    copy has no such place."""
     for path, value in settings.items():
         *above, last = path
-        owner = dataset
-        for part in above:
-            owner = _part(owner, part)
-        vars(owner)[last] = value
+        try:
+            owner = dataset
+            for part in above:
+                owner = _part(owner, part)
+            vars(owner)[last] = value
+        except (LookupError, TypeError):
+            raise DataError(
+                f"the dataset's {'.'.join(map(str, path))} was made after its reading processes "
+                "were: make it before ctx.prepare and set its values, or read with num_workers=0"
+            ) from None
 
 
 def _part(owner: Any, part: str | int) -> Any:

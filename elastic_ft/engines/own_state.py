@@ -75,6 +75,10 @@ class OwnState:
             raise ConfigError(f"register: {name} comes after the first batch was asked for")
         self._objects[name] = thing
 
+    @property
+    def things(self) -> list[Any]:
+        return list(self._objects.values())
+
     def of_kind(self, kind: type[T]) -> list[T]:
         return [thing for thing in self._objects.values() if isinstance(thing, kind)]
 

@@ -231,6 +231,8 @@ _TRAINING = (
            "step values"),
     _event("between_steps", "The script's own code between two steps takes long.",
            "worker", "{worker}: {reason}"),
+    _event("unregistered", "A loop of one's own changes what is not registered from step to step.",
+           "worker", "{reason}"),
     _event("ranks_part", "Ranks wait for each other at different places of a loop of one's own.",
            "worker", "{worker}: {reason}"),
     _event("overlap", "What rank 0's computing waits for in a step, early in a generation; again "

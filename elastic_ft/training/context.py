@@ -20,6 +20,7 @@ from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.between import Between
 from elastic_ft.training.each import MicroTurns, ZeroGrad, as_batch, body_of, not_counted
 from elastic_ft.training.epochs import EpochSpan, begin_loop, check_through, last_step, span_of
+from elastic_ft.training.forgotten import Forgotten
 from elastic_ft.training.given import loggable, sort_out
 from elastic_ft.training.here import as_here, plainly
 from elastic_ft.training.loader import (
@@ -105,7 +106,7 @@ class Context(Between):
         self._span: EpochSpan | None = None  # where the loader is to end, if not with the job
         # The running epoch's last step; batches outside epochs; generation that callbacks heard of.
         self._until, self._given, self._told = 0, 0, 0
-        self._interrupts = Interrupts()
+        self._interrupts, self._forgotten = Interrupts(), Forgotten()
 
     # ------------------------------------------------------------------------------ before
 
@@ -223,6 +224,7 @@ class Context(Between):
         @functools.wraps(function)
         def made(*args: Any, **kwargs: Any) -> Any:
             own = self._steering("step")
+            self._forgotten.begin(function, own.kept)
             awaited = None if self._dealt is None else self._dealt.running.number
             at = next((i for i, arg in enumerate(args[:2]) if isinstance(arg, Batch)), None)
             if at is None or args[at].number != awaited:
@@ -255,8 +257,7 @@ class Context(Between):
         ``zero_grad`` may stand anywhere. Raises ConfigError.
 
         over: the loader, or what goes over it batch by batch (a progress bar).
-        whole: the function gets the batch, as with ``step``, where a script goes over micro-batches
-            itself.
+        whole: the function gets the batch, as with ``step``.
         enumerated: as ``enumerate(loader)``: the batch's number comes first, from 0 in each epoch.
         """
         own = self._steering("each")
@@ -275,6 +276,7 @@ class Context(Between):
                 self._turn = MicroTurns(batch, own.engine.gradients_seen)
                 self._turn.run(functools.partial(body, place))
 
+            self._forgotten.begin(function, own.kept)
             made = self.step(make)
             for batch in given:
                 made(as_batch(batch))
@@ -370,10 +372,8 @@ class Context(Between):
     def log(self, *results: Any, **values: Any) -> None:
         """Values for the line of the step made last, which is written when it is committed."""
         own = self._steering("log")
-        for result in results:
-            if isinstance(result, dict):
-                values = result | values
-        own.logged |= {name: loggable(name, value) for name, value in values.items()}
+        given = {k: v for r in results if isinstance(r, dict) for k, v in r.items()}
+        own.logged |= {name: loggable(name, value) for name, value in (given | values).items()}
 
     def on_generation(self, callback: Callable[[Context], None]) -> None:
         """``callback(ctx)`` is called in the loop's thread before a new world's first batch."""
@@ -400,6 +400,7 @@ class Context(Between):
             raise self._released()
         if isinstance(item, Step):
             self._dealt, self.latest = None, item
+            self._forgotten.look(item.number, self._steering("step"))
         elif isinstance(item, Ended):
             self._ended = True
         elif isinstance(item, Dealt):

@@ -215,9 +215,15 @@ class ByUser:
             self._note_logged(loop, logged)
             return
         metrics, self._untold = self._untold, None
+        self._note_told(loop)
         if logged:
             metrics["logged"] = logged
         loop.tell(metrics)
+
+    def _note_told(self, loop: Loop) -> None:
+        told, self._own.told = self._own.told, []
+        for why in told if loop.party.rank == 0 else ():
+            loop.note("unregistered", why, {"worker": loop.tools.worker})
 
     def _note_logged(self, loop: Loop, logged: dict[str, Any]) -> None:
         """What came after an evaluation, which needs its step to be told of."""

@@ -59,6 +59,7 @@ class Steering:
         ending: the user's loop is over.
         checkpoint: one of the next step is wanted.
         logged: values for the line of the step just made.
+        told: sentences for the journal.
         result: of the last ``body``.
         made: the last step that its script has made, in this process.
         passed: the last step of loops over epochs that its script has left.
@@ -74,10 +75,16 @@ class Steering:
     ending: bool = False
     checkpoint: bool = False
     logged: dict[str, Any] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
     result: Any = None
     made: int = 0
     passed: int = 0
     at: Whereabouts = field(default_factory=Whereabouts)
+
+    @property
+    def kept(self) -> list[Any]:
+        """What the script has prepared or registered."""
+        return [*self.engine.models, *self.engine.optimizers, *self.engine.own.things]
 
     def take_errand(self) -> Callable[[Any], Any] | None:
         errand, self.errand = self.errand, None

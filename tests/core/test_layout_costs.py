@@ -69,7 +69,7 @@ def test_heads_instead_of_keys_and_values_send_less_the_more_ranks_there_are() -
         assert ratio[0] / ratio[1] == pytest.approx(expected)
         choice = replace(choice, recompute=True)
         least, most = (memory(work, choice).activations for work in (traded, gathered))
-        assert least <= most * (1 if cp == 2 else 0.8)  # at 2 something else is the most
+        assert least <= most * (1 if cp == 2 else 0.85)  # at 2 something else is the most
 
 
 def test_sharing_experts_out_gathers_fewer_and_sends_tokens() -> None:

@@ -5,6 +5,7 @@ micro-batch before has left; "kept": it draws from what the loop has collected b
 nobody has registered.
 """
 
+import copy
 import json
 import os
 import random
@@ -27,6 +28,7 @@ optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
 x = torch.randn(96, 8)
 samples = tiny.Gated(TensorDataset(x, x.flip(1)), OUT / "gate")
 cell, optimizer, loader = ctx.prepare(cell, optimizer, DataLoader(samples, batch_size=2))
+average = copy.deepcopy(cell)
 hidden = torch.zeros(2, 8)
 collected = [1.0]
 
@@ -40,6 +42,8 @@ def train_step(batch):
         hidden = hidden.detach()
     optimizer.step()
     optimizer.zero_grad()
+    for kept, now in zip(average.parameters(), cell.parameters(), strict=True):
+        kept.data.lerp_(now.data, 0.1)
 
 
 for batch in loader:

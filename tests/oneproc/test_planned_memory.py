@@ -38,6 +38,9 @@ CASES = [  # and a rank
     (Case(Layout(dp_replicate=2, tp=2), {}, 1, 3), 0),
     (Case(Layout(cp=2)), 1),
     (Case(Layout(cp=2, tp=2), parallel(cp_method="ulysses"), 8), 1),
+    (Case(Layout(cp=4), parallel(activation_checkpointing=True), 8), 0),  # which sees the most
+    (Case(Layout(cp=4), parallel(activation_checkpointing="selective"), 8), 0),
+    (Case(Layout(cp=8), {}, 16), 0),
     (Case(Layout(dp_replicate=2), {"comm": {"compress_replicas": "powersgd"}}), 1),
     (Case(Layout(dp_replicate=2, dp_shard=2), {"comm": {"compress_replicas": "powersgd"}}), 0),
     (Case(Layout(pp=2), {}, 1, 4), 0),

@@ -145,6 +145,30 @@ class Set(Slow):
         return super().__getitem__(index) + self.level + self.lengths["least"]
 
 
+class Opening(Slow):
+    """Opens a file in its second sample, and notes which was read last from there on."""
+
+    last = -1
+
+    def __getitem__(self, index: int) -> int:
+        if self.read:
+            self.last = index
+        return super().__getitem__(index)
+
+
+def test_what_reading_changes_later_on_is_learnt() -> None:
+    data = Opening()
+    with Prefetcher(data) as prefetcher:
+        renewed = []
+        for step in range(1, 6):
+            prefetcher.request(step, [(step,)])
+            assert [read.data for read in prefetcher.get(step)] == [[step]]
+            renewed.append(prefetcher.renew())
+            if renewed[-1]:
+                assert [read.data for read in prefetcher.get(step)] == [[step]]
+        assert renewed == [False, True, False, False, False]
+
+
 def test_what_was_read_with_other_settings_is_read_again() -> None:
     """Also what is being read while they are changed; not for what reading itself changes."""
     data = Set()

@@ -171,9 +171,9 @@ def _of_layer(r: RankShape, flying: float, done: bool) -> Iterator[_Moment]:
     feed = held + handed + inner * (2 if model.gated else 1)
     feed += r.tokens * _sent_bytes(work, layout.ep)
     yield _Moment(before + down, weights, feed, at_hand)
-    if r.layers > 1 and r.by_fsdp and not layout.has_stages:
-        reduced = r.local_block * work.gradient_bytes * (not done)
-        sent = r.block * work.gradient_bytes
+    in_layers = r.by_fsdp and not layout.has_stages
+    reduced, sent = r.local_block * work.gradient_bytes * (not done), r.block * work.gradient_bytes
+    if r.layers > 1 and in_layers:
         yield _Moment(before + down + reduced, weights + sent, feed - r.kept, at_hand)
 
     projected = model.dim * model.q_dim / tp * made + (0.0 if kept_whole else fed)
@@ -182,7 +182,9 @@ def _of_layer(r: RankShape, flying: float, done: bool) -> Iterator[_Moment]:
     )
     attended = held - gone + r.hidden * (1 + tp) + _attention_backward_bytes(r)
     yield _Moment(before + projected, weights, attended, at_hand)
-    if r.by_fsdp and not layout.has_stages:
+    if r.layers > 1 and in_layers:
+        yield _Moment(before + projected + reduced, weights + sent, attended - r.kept, at_hand)
+    if in_layers:
         left = _held(r, flying) - r.kept + r.hidden
         whole = r.block * (work.gradient_bytes if kept_whole else made)
         others = before - (whole if kept_whole else 0.0)
@@ -211,13 +213,14 @@ def _attention_backward_bytes(r: RankShape) -> float:
         kv = 2 * r.tokens * work.traded_kv_dim(tp, layout.cp) / tp
         lower = FLOAT32_BYTES if a < FLOAT32_BYTES else 0
         return kv * FLOAT32_BYTES + heads * (FLOAT32_BYTES + 6 * a + lower)
-    of_all = layout.cp * r.tokens / tp
-    kv, seen = 2 * of_all * model.kv_dim, 1 - 1 / (2 * layout.cp)
-    repeated = 2 * of_all * model.q_dim * a * (1 + seen)
-    if a < FLOAT32_BYTES:
-        repeated += of_all * seen * model.q_dim * FLOAT32_BYTES
-    copies = 1 + r.copies
-    return repeated + kv * (a + FLOAT32_BYTES * (1 + copies)) + heads * (FLOAT32_BYTES + 2 * a)
+    of_all, seen = layout.cp * r.tokens / tp, 1 - 1 / (2 * layout.cp)
+    kv = 2 * of_all * model.kv_dim
+    there = 2 * of_all * model.q_dim * a * (1 + seen) + kv * (a + FLOAT32_BYTES)
+    summed = kv / 2 * seen * FLOAT32_BYTES  # over heads: of keys, or of values
+    lowered = of_all * seen * model.q_dim * FLOAT32_BYTES * (a < FLOAT32_BYTES)
+    own = kv / layout.cp if r.copies else 0.0
+    sent = kv * FLOAT32_BYTES + max(kv / 2, own + kv * r.copies) * FLOAT32_BYTES
+    return there + summed + max(summed + lowered, sent) + heads * (FLOAT32_BYTES + 2 * a)
 
 
 def _of_end(r: RankShape) -> Iterator[_Moment]:
