@@ -28,9 +28,9 @@ HONOURED = frozenset(
     trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps
     eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
     eval_do_concat_batches eval_accumulation_steps include_for_metrics
-    save_strategy save_steps save_total_limit metric_for_best_model greater_is_better seed
-    data_seed use_cpu remove_unused_columns label_names train_sampling_strategy
-    length_column_name do_train do_eval do_predict debug skip_memory_metrics
+    save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model
+    greater_is_better seed data_seed use_cpu remove_unused_columns label_names
+    train_sampling_strategy length_column_name do_train do_eval do_predict debug skip_memory_metrics
     """.split()  # noqa: SIM905
 )
 
@@ -79,8 +79,6 @@ REFUSED = {
     "eval_use_gather_object": "predictions are gathered as tensors",
     "batch_eval_metrics": "compute_metrics would see batches again where the world breaks",
     "push_to_hub": "upload what was exported, once it is complete",
-    "load_best_model_at_end": "only one process has the exported weights: load them afterwards, "
-    "from trainer.state.best_model_checkpoint",
     "full_determinism": "set it for torch in the script, before training",
     "accelerator_config": "Accelerate is told of one process, and nothing else",
     "parallelism_config": _JOB + "parallel",
@@ -118,6 +116,15 @@ def check_arguments(arguments: TrainingArguments) -> None:
         raise ConfigError(
             f"TrainingArguments.lr_scheduler_type: {scheduler} is refused: the rate is to be a "
             "function of the step"
+        )
+
+
+def check_best(arguments: TrainingArguments, strategy: str) -> None:
+    """Raises ConfigError where the best weights can't be loaded."""
+    if arguments.load_best_model_at_end and strategy != "ddp":
+        raise ConfigError(
+            f"TrainingArguments.load_best_model_at_end: True is refused with {strategy}: the model "
+            "is cut: load what trainer.state.best_model_checkpoint has into another one"
         )
 
 

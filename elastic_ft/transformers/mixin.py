@@ -44,6 +44,7 @@ class ElasticMixin:
         known.check_model(args[0] if args else kwargs.get("model"))
         total, micro = known.sizes(arguments, global_batch_size)
         self.context = _context(total, micro)
+        known.check_best(arguments, self.context.job.parallel.strategy)
         arguments.gradient_accumulation_steps = total // micro
         known.on_device(arguments, self.context.device)
         self._batches: Iterator[Batch] | None = None
@@ -339,6 +340,22 @@ class ElasticMixin:
         finally:
             known.ranked(self.args, self.context.rank)
 
+    def _load_best_model(self) -> None:
+        """As the trainer's, on all ranks: of one that finds what was exported, if not all do."""
+
+        def run(progress: Callable[[], None]) -> None:
+            context = self.context
+            finds = [0.0] * context.world_size
+            finds[context.rank] = float(Path(self.state.best_model_checkpoint).is_dir())
+            finds = context.sum(*finds)
+            if finds[context.rank] or not any(finds):  # nobody: the trainer says so
+                super(ElasticMixin, self)._load_best_model()  # type: ignore[misc]
+            progress()
+            if any(finds) and not all(finds):
+                taken_from(finds.index(1.0), self.model, context)
+
+        self.context.together(run)
+
     @property
     def _is_cut(self) -> bool:
         return self.context.job.parallel.strategy != "ddp"
@@ -380,6 +397,14 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArgumen
         other = type(kwargs["args"]).__name__ if kwargs.get("args") is not None else "nothing"
         raise ConfigError(f"Trainer: args: expected TrainingArguments, found {other}")
     return found[0]
+
+
+@torch.no_grad()
+def taken_from(source: int, model: torch.nn.Module, context: Context) -> None:
+    """Rank ``source``'s weights are everybody's: those that are trained, and buffers."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    for tensor in (*trained, *model.buffers()):
+        tensor.copy_(context.all_gather(tensor.detach())[source])
 
 
 def _context(total: int, micro: int) -> Context:

@@ -49,9 +49,12 @@ def told(out: Path) -> dict[int, list[dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the stock trainer tells, in one process."""
-    out = tmp_path_factory.mktemp("stock")
+    return told_by_stock(tmp_path_factory.mktemp("stock"), SCRIPT)
+
+
+def told_by_stock(out: Path, script: str) -> list[dict[str, Any]]:
     (out / TOLD).mkdir()
-    command = [sys.executable, SCRIPT, str(out / TOLD), "stock"]
+    command = [sys.executable, script, str(out / TOLD), "stock"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -138,3 +141,25 @@ def test_a_worker_killed_between_two_steps_costs_nothing(
     check(tmp_path, found, stock)
     assert found.worlds()[-1] == 3, found.story()
     assert len(survivors(tmp_path)) == 2, found.story()
+
+
+@pytest.mark.parametrize("kind", ["elastic", "apart"])
+def test_the_best_model_is_there_in_the_end(tmp_path: Path, kind: str) -> None:
+    """On each rank, whoever wrote it, and whoever can see it, after an early stop that all come to
+    together."""
+    script, out = "tests/multiproc/hf_best.py", tmp_path / kind
+    (stock,) = told_by_stock(tmp_path, script)
+    assert stock["best"] != f"checkpoint-{stock['last']}", stock
+    job = make_job(out)
+    loop = {"script": str(ROOT / script), "arguments": (str(out / TOLD), kind)}
+    job = job.model_copy(update={"loop": job.loop.model_copy(update=loop)})  # type: ignore[union-attr]
+    faults = [PointFault("backward", rank=0, step=3)] * (kind == "elastic")
+    found = run_job(job, out / "run", faults=faults, watch=Gate(out / TOLD / "gate"))
+    assert found.result["status"] == "completed", found.story()
+    assert len(found.steps) == stock["last"], found.story()
+    ends = [lines[-1] for lines in told(out).values()]
+    assert len(ends) == 3, found.story()
+    for end in ends:
+        assert (end["last"], end["best"]) == (stock["last"], stock["best"])
+        assert end["total"] == pytest.approx(stock["total"], rel=CLOSE)
+        assert end["loss"] == pytest.approx(stock["loss"], rel=CLOSE)

@@ -86,7 +86,6 @@ def test_the_documents_have_every_argument() -> None:
     [
         ("fp16_full_eval", True),
         ("torch_compile", True),
-        ("load_best_model_at_end", True),
         ("batch_eval_metrics", True),
         ("dataloader_drop_last", True),
         ("auto_find_batch_size", True),
@@ -102,7 +101,7 @@ def test_what_is_refused_is_named(name: str, value: Any) -> None:
     from elastic_ft.transformers.arguments import check_arguments
 
     more = {}
-    if name in ("load_best_model_at_end", "lr_scheduler_type"):
+    if name == "lr_scheduler_type":
         more = {"eval_strategy": "steps", "save_strategy": "steps", "metric_for_best_model": "loss"}
     with pytest.raises(ConfigError, match=rf"^TrainingArguments\.{name}: .* is refused: ") as told:
         check_arguments(arguments(**{name: value}, **more))
