@@ -75,7 +75,7 @@ class Controller(ControllerOpening, ControllerEnding):
     def stop(self, reason: str) -> None:
         """Asks for a clean stop: the running step, a checkpoint, the end. Twice: at once."""
         self.post(ev.StopRequested(time.time(), reason))
-        self.run_folder.hurried = True  # where the job has just ended, nobody hears of that event
+        self.run_folder.hurry()  # where the job has just ended, nobody hears of that event
 
     def run(self) -> dict[str, Any]:
         """Runs the job to its end. Returns what is in result.json.

@@ -25,6 +25,7 @@ from elastic_ft.storage.store import Store, open_store
 NAME = "handover.json"
 REASON = "another start of the job takes over"  # in the journal
 POLL_S = 0.2
+READ_DEADLINE_S = 10.0  # a store that is away is waited for by others
 TIMEOUT_S = 150.0  # a clean stop has 120 s (core.policy.Policy.stop_timeout_s)
 NEXT_S = 60.0  # for a controller to follow on one that is gone: it imports torch
 SEEN_S, SEEN_REMOTE_S = 3.5, 12.0  # within which one that lives renews its sign
@@ -42,7 +43,7 @@ def await_handover(
 
     Raises StoreFailed; StorageError where the owner's object can't be understood.
     """
-    store = open_store(run_url)
+    store = open_store(run_url, deadline_s=READ_DEADLINE_S)
     owner, ended = owners.newest(store)
     if owner is None or ended or not (_lives(run_url) or _is_followed(run_url, say, next_s)):
         return

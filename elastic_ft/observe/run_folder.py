@@ -21,18 +21,21 @@ import yaml
 
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, Superseded, redacted
-from elastic_ft.observe import files, handover, resize_request, scratch, segments, stop_request
+from elastic_ft.observe import files, handover, requests, resize_request, scratch, segments
 from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.inbox_file import InboxFile
 from elastic_ft.observe.lines import count_lines, local_path
 from elastic_ft.observe.run_reader import last_generation, read_lines
 from elastic_ft.storage import owners
+from elastic_ft.storage.cancellable import CancellableStore
 from elastic_ft.storage.store import if_there, open_store
 
 __all__ = ["RunFolder", "count_lines", "last_generation", "read_lines"]
 
 log = logging.getLogger(__name__)
 MIRROR_EVERY_S = 5.0
+STORE_S = 60.0  # for each call
+HEARING_S = 5.0  # to be told what is asked: a store that is back is asked again
 MIRROR_BYTES_PER_S = 4 << 20  # at most, on average
 RESULT_AWAY_S, RESULT_AGAIN_S = 600.0, 2.0  # a complete job's result waits for its store
 SEGMENTS_MAX = {"inbox.jsonl": 256 << 10}  # it is mirrored twice a second
@@ -42,22 +45,20 @@ UPLOADS_INBOX = ("inbox.jsonl",)
 BEFORE_SNAPSHOT = ("job.yaml", "events.jsonl", *RECORD)  # an inbox begun anew is of no use without
 UPLOADS = (("job.yaml",), ("events.jsonl",), RECORD, UPLOADS_INBOX, ("result.json",))
 REPORT = ("report.html",)
-REQUESTS = (resize_request.NAME, handover.NAME, stop_request.NAME, stop_request.NOW)
 FILES = (*(name for names in UPLOADS for name in names), ALIVE)
 
 
 class RunFolder(InboxFile):
     """Attributes:
     path: the local folder.
-    url: what the user named: the same, or a remote URL it is mirrored to.
-    is_remote: whether it is.
-    hurried: set where someone asks to stop: a store is waited for no more.
-    """
+    url: what the user named: the same, or a remote URL it is mirrored to (``is_remote``).
+    hurried: someone asks to stop."""
 
     def __init__(self, url: str, segment_bytes: int = segments.SEGMENT_BYTES) -> None:
         super().__init__()
         self.url = url.rstrip("/")
-        self._store = open_store(self.url)
+        self._store = CancellableStore(self.url, STORE_S)
+        self._hearing = open_store(self.url, deadline_s=HEARING_S)
         folder = local_path(self.url)
         self.is_remote = folder is None
         if folder is None:
@@ -84,16 +85,20 @@ class RunFolder(InboxFile):
         self._threads: list[threading.Thread] = []
         self.mirror_error = ""
 
+    def hurry(self) -> None:
+        """Someone asks to stop. From any thread. Who takes this over waits no more: StoreFailed."""
+        self.hurried = True
+        if self._claim is None:
+            self._store.deadline_s = HEARING_S
+            self._store.break_off()
+
     def make_durable(self) -> None:
         """What is recorded of steps outlasts this machine from now on. From any thread.
 
         Raises StoreFailed, OSError; Superseded.
         """
         self.flush()
-        if self.is_remote:
-            self._upload(RECORD)
-            return
-        self._sync(RECORD)
+        (self._upload if self.is_remote else self._sync)(RECORD)
 
     def _sync(self, names: Sequence[str]) -> None:
         for name in names:
@@ -117,6 +122,7 @@ class RunFolder(InboxFile):
             self._claim = owners.take_over(
                 self._store, job=job, run=run, run_folder=self.url, renamed=renamed
             )
+            self._store.deadline_s = STORE_S
         if self.is_remote:
             self._fetch()
             works = (self._mirror_always, self._attend_always)
@@ -195,8 +201,8 @@ class RunFolder(InboxFile):
         """Appends a committed step, after its ledger line: a step line has its samples."""
         with self._lock:
             if sample_ids is not None:
-                audit = {key: line[key] for key in ("step", "generation")}
-                self._append("ledger.jsonl", {**audit, "samples": sample_ids})
+                audit = {"step": line["step"], "generation": line["generation"]}
+                self._append("ledger.jsonl", audit | {"samples": sample_ids})
             self._append("steps.jsonl", line)
 
     @property
@@ -318,7 +324,7 @@ class RunFolder(InboxFile):
 
     def drop_request(self) -> None:
         """The job has ended: nobody is to obey it any more."""
-        for name in REQUESTS:
+        for name in requests.NAMES:
             self._remove(name)
 
     def forget_result(self) -> None:
@@ -335,17 +341,10 @@ class RunFolder(InboxFile):
         except StoreFailed as error:  # of a request: the next start would obey it
             self.mirror_error = str(error)
 
-    def _fetch_request(self) -> None:
-        """From a remote folder: nobody tells this one of it."""
-        for name in REQUESTS:
-            path, content = self.path / name, self._get(name)
-            if content is not None and (not path.exists() or path.read_bytes() != content):
-                files.replace(path, content)
-
     # --------------------------------------------------------------- mirroring
 
     def _fetch(self) -> None:
-        self._fetch_request()
+        requests.fetch(self._store, self.path)
         for name in FILES:
             if (content := self._get(name)) is not None:
                 (self.path / name).write_bytes(content)
@@ -390,11 +389,14 @@ class RunFolder(InboxFile):
     def _attend(self) -> None:
         """What others wait for, however much the mirror has to send: that this controller lives,
         that it sees what it is asked, and that it ends where another has the folder."""
-        with self._noting_trouble():
-            self._check_claim()
-            with contextlib.suppress(FileNotFoundError):
-                self._store.put(ALIVE, (self.path / ALIVE).read_bytes(), self._check_claim)
-            self._fetch_request()
+        hear = partial(requests.fetch, self._hearing, self.path)
+        for each in (hear, self._check_claim, self._show):  # one that fails stops no other
+            with self._noting_trouble():
+                each()
+
+    def _show(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._store.put(ALIVE, (self.path / ALIVE).read_bytes(), self._check_claim)
 
     @contextlib.contextmanager
     def _noting_trouble(self) -> Iterator[None]:

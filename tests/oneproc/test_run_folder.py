@@ -19,7 +19,7 @@ import pytest
 from elastic_ft.controller.controller import Controller
 from elastic_ft.errors import StoreFailed, Superseded
 from elastic_ft.hosts.local import LocalHost
-from elastic_ft.observe import alive, handover, run_folder
+from elastic_ft.observe import alive, handover, run_folder, stop_request
 from elastic_ft.observe.files import ASIDE_MAX
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import owners
@@ -128,6 +128,35 @@ def test_what_others_wait_for_is_not_held_up_by_what_the_mirror_sends(
     owners.take_over(store, job="job", run="run2", run_folder=folder.url)
     until(lambda: not folder.is_ours)
     folder.close()
+
+
+class Unwritable:
+    """A backend that can be read alone, as one that is full."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def put(self, key: str, parts: Sequence[Bytes], timeout_s: float) -> None:
+        raise ConnectionRefusedError
+
+
+def test_who_is_asked_to_stop_hears_it_where_its_store_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request was looked for once the sign of life was there."""
+    monkeypatch.setattr(run_folder, "MIRROR_EVERY_S", 0.02)
+    folder = RunFolder(f"memory://t/{uuid4().hex}")
+    folder.take_over("run1", "job")
+    alive.leave_sign(folder.path)
+    unwritable: Any = Unwritable(folder._store.backend)
+    folder._store.backend = unwritable
+    open_store(folder.url).put(stop_request.NAME, json.dumps({"run": "run1"}).encode())
+    until(lambda: folder.is_asked(stop_request.NAME), within_s=DEADLINE_S / 2)
+    folder.close()
+    shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def test_the_owner_is_looked_at_again_before_a_put_is_repeated() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -12,10 +13,15 @@ from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
 from chaos.s3_server import S3Server
 from elastic_ft.cli.app import COMPLETED, run_command
 from elastic_ft.config import Job
-from elastic_ft.observe import alive, run_folder, stop_request
+from elastic_ft.controller.controller import Controller
+from elastic_ft.errors import JobFailed
+from elastic_ft.hosts.local import LocalHost
+from elastic_ft.observe import alive, handover, run_folder, run_reader, stop_request
 from elastic_ft.observe.run_folder import RunFolder
 from tests.waiting import until
 
+REQUESTS_BEFORE = 3  # of a controller, before its own of the run folder
+AT_ONCE_S = 30.0  # less than a store has to answer
 REQUESTS_LOST = 40  # of an outage that is longer than a sign of life may be late
 JOB = {
     "name": "watched",
@@ -96,3 +102,31 @@ def test_who_has_asked_to_stop_outlasts_an_outage(
     said = capfd.readouterr()
     assert (code, said.err) == (COMPLETED, "")
     assert said.out.splitlines()[-1] == "stopped: asked"
+
+
+def test_a_local_interrupt_waits_for_no_store_before_the_job_has_begun(
+    s3: S3Server, proxy: ObjectStoreProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that takes a request and answers nothing kept it waiting for a minute and more."""
+    for module in (run_reader, handover, alive):
+        monkeypatch.setattr(module, "READ_DEADLINE_S", 0.5)
+    folder = RunFolder(s3.url(uuid4().hex))
+    controller = Controller(
+        Job.model_validate(JOB), LocalHost({"n0": 1}), folder, f"{tmp_path}/checkpoints"
+    )
+    proxy.set(StoreFault("stall"))
+    raised = list[BaseException]()
+
+    def run() -> None:
+        try:
+            controller.run()
+        except BaseException as error:
+            raised.append(error)
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    until(lambda: proxy.fired["stall"] >= REQUESTS_BEFORE)
+    controller.stop("interrupted")
+    running.join(AT_ONCE_S)
+    assert not running.is_alive(), "it waits for the store"
+    assert isinstance(raised[0], JobFailed) and "interrupted" in str(raised[0])
