@@ -316,6 +316,8 @@ class Api:
                 await _send(request, response, b": still here\n\n")
                 quiet_since_s = time.monotonic()
             await asyncio.sleep(STREAM_EVERY_S if len(found) < ITEMS_AT_ONCE else 0)
+            if request.transport is None:  # whoever asked is gone: not told by what is not sent
+                raise ConnectionResetError("nobody follows any more")
         return await self._ended(request, response)
 
     async def _ended(
@@ -364,11 +366,13 @@ def _position(request: web.Request, stream: LineStream) -> int:
 
 def _last_id(request: web.Request) -> int | None:
     """Raises ConfigError."""
-    last = request.headers.get("Last-Event-ID") or request.query.get("after")
+    last, name = request.headers.get("Last-Event-ID"), "Last-Event-ID"
+    if not last:
+        last, name = request.query.get("after"), "after"
     if last is None:
         return None
-    if not last.isdecimal() or len(last) > 18:
-        raise ConfigError(f"Last-Event-ID: expected a number, found {last!r:.80}")
+    if not (last.isascii() and last.isdecimal()) or len(last) > 18:
+        raise ConfigError(f"{name}: expected a number, found {last!r:.80}")
     return int(last)
 
 

@@ -63,7 +63,8 @@ def _limit(given: str | None) -> int | None:
     """Raises ConfigError."""
     if given is None:
         return None
-    if not (given.isdecimal() and len(given) < 9 and 1 <= int(given) <= LIMIT_MAX):
+    is_number = given.isascii() and given.isdecimal() and len(given) < 9
+    if not is_number or not 1 <= int(given) <= LIMIT_MAX:
         raise ConfigError(f"limit: expected a number from 1 to {LIMIT_MAX}, found {given!r:.80}")
     return int(given)
 

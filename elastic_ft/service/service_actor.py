@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import ray
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from elastic_ft.config import Job
 from elastic_ft.core.sharing import asks
@@ -155,7 +156,16 @@ def insisted(action: Callable[[], T], is_restarted: bool) -> T:
 
 def runner_of(application: web.Application) -> web.AppRunner:
     """Has no patience with who connects and says nothing: descriptors are few."""
-    return web.AppRunner(application, access_log=None, keepalive_timeout=SILENT_S)
+    log_of_server = logging.getLogger("aiohttp.server")
+    log_of_server.addFilter(_is_no_junk)
+    return web.AppRunner(
+        application, access_log=None, keepalive_timeout=SILENT_S, logger=log_of_server
+    )
+
+
+def _is_no_junk(record: logging.LogRecord) -> bool:
+    """What is no HTTP is answered so, and leaves no page in the log, whoever sends it how often."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def submit_on_ray(job: Job, run_url: str, executable: str) -> None:

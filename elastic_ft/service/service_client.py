@@ -19,7 +19,9 @@ from typing import Any
 from elastic_ft.config import parse_yaml
 from elastic_ft.config.job_file import FILE_BYTES_MAX, check_size
 from elastic_ft.errors import ConfigError, ElasticError, JobFailed
+from elastic_ft.service import told_answers
 from elastic_ft.service.access import LOOPBACK, read_token
+from elastic_ft.service.told_answers import fits
 
 DEFAULT_URL = "http://127.0.0.1:8266"
 VARIABLE = "ELASTIC_FT_SERVICE"
@@ -31,6 +33,8 @@ AGAIN_S, AGAIN_MAX_S = 0.3, 60.0
 DOUBT_S = 600.0  # a submission that may have been taken in is asked about
 HELD_S = 10.0  # who still says something on a stream after that is not away
 ENDED = ("completed", "failed", "stopped")
+ANSWER_MAX, ANSWER_WITHIN_S, REFUSAL_MAX = 1 << 28, 600.0, 1 << 20  # bytes, and in which time
+LINE_MAX = 1 << 24  # bytes, of a stream
 PAGE = 500  # jobs that are asked for at a time
 
 
@@ -92,7 +96,7 @@ class Client:
         asked = {"job": values, "priority": priority, "queue": queue, "request": uuid.uuid4().hex}
         if name is not None:
             asked["name"] = name
-        return self._call("POST", "jobs", asked)
+        return self._call("POST", "jobs", asked, kind=told_answers.SUBMITTED)
 
     def jobs(
         self,
@@ -141,21 +145,22 @@ class Client:
             "before": before,
         }
         given = {name: value for name, value in asked.items() if value is not None}
-        return self._call("GET", "jobs" + (f"?{urllib.parse.urlencode(given)}" if given else ""))
+        path = "jobs" + (f"?{urllib.parse.urlencode(given)}" if given else "")
+        return self._call("GET", path, kind=told_answers.JOBS)
 
     def status(self, job: str) -> dict[str, Any]:
-        return self._call("GET", _of(job))
+        return self._call("GET", _of(job), kind=told_answers.WHOLE_JOB)
 
     def stop(self, job: str, now: bool = False) -> dict[str, Any]:
         """Asks for it: with a checkpoint at its next step, or at once."""
-        return self._call("POST", _of(job, "stop"), {"now": now})
+        return self._change(job, "stop", {"now": now})
 
     def resize(self, job: str, workers: int) -> dict[str, Any]:
         """No more than so many workers from now on."""
-        return self._call("POST", _of(job, "resize"), {"workers": workers})
+        return self._change(job, "resize", {"workers": workers})
 
     def set_priority(self, job: str, priority: int) -> dict[str, Any]:
-        return self._call("POST", _of(job, "priority"), {"priority": priority})
+        return self._change(job, "priority", {"priority": priority})
 
     def wait(self, job: str, timeout_s: float | None = None) -> dict[str, Any]:
         """Returns the job once it has ended. Raises JobFailed after ``timeout_s``."""
@@ -181,22 +186,32 @@ class Client:
 
     def service(self) -> dict[str, Any]:
         """Who it is, its nodes and queues."""
-        return self._call("GET", "service")
+        return self._call("GET", "service", kind=told_answers.SERVICE)
 
     def stop_service(self, jobs: str = "keep") -> None:
         """``jobs``: "keep" leaves them to the cluster, "stop" stops them first."""
-        self._call("POST", "service/stop", {"jobs": jobs}, timeout_s=600.0)
+        asked, kind = {"jobs": jobs}, told_answers.STOPPED
+        self._call("POST", "service/stop", asked, timeout_s=600.0, kind=kind)
 
     # ----------------------------------------------------------------------------------- the wire
 
+    def _change(self, job: str, what: str, asked: dict[str, Any]) -> dict[str, Any]:
+        return self._call("POST", _of(job, what), asked, kind=told_answers.WHOLE_JOB)
+
     def _call(
-        self, verb: str, path: str, body: Any = None, timeout_s: float = TIMEOUT_S
+        self,
+        verb: str,
+        path: str,
+        body: Any = None,
+        timeout_s: float = TIMEOUT_S,
+        kind: Any = dict,
     ) -> dict[str, Any]:
+        """``kind``: of the answer (``told_answers``). Raises ConfigError where it is none."""
         until_s, in_doubt = time.monotonic() + self.away_s, False
         while True:
             try:
                 with self._open(verb, path, body, timeout_s) as answer:
-                    content = answer.read()
+                    content = _whole(answer)
                 break
             except (ServiceAway, OSError, http.client.HTTPException) as error:
                 away = self._away(error)
@@ -206,9 +221,9 @@ class Client:
                 if in_doubt:
                     away = ServiceAway(f"{away}; look at the jobs before you submit it again")
                 self._rest(until_s, away)
-        with contextlib.suppress(ValueError):
-            if isinstance(found := json.loads(content), dict):
-                return found
+        with contextlib.suppress(ValueError, RecursionError):
+            if len(content) <= ANSWER_MAX and fits(found := json.loads(content), kind):
+                return dict(found)
         raise self._stranger()
 
     def _away(self, error: Exception) -> ServiceAway:
@@ -258,7 +273,8 @@ class Client:
     def _lines(self, job: str, kind: str, follow: bool) -> Iterator[dict[str, Any]]:
         """Of a stream: after a service that was killed it goes on where it was."""
         if not follow:
-            yield from self._call("GET", _of(job, f"{kind}?follow=0"))[kind]
+            wanted = {kind: [told_answers.LINE[kind]]}
+            yield from self._call("GET", _of(job, f"{kind}?follow=0"), kind=wanted)[kind]
             return
         last_id: int | None = None
         until_s: float | None = None  # from when it broke off: nothing new came since
@@ -273,6 +289,8 @@ class Client:
                         if is_new or time.monotonic() - opened_s > HELD_S:
                             until_s = None
                         if event == "message":
+                            if not fits(data, told_answers.LINE[kind]):
+                                raise self._stranger()
                             last_id = id
                             yield data
                     error = ServiceAway(f"the stream from {self.url} ends before the job does")
@@ -285,7 +303,7 @@ class Client:
         """Raises ConfigError."""
         try:
             yield from _server_sent(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._stranger() from None
 
     def _stranger(self) -> ConfigError:
@@ -336,7 +354,7 @@ def _tls(ca_file: str | Path | None) -> ssl.SSLContext:
 def _server_sent(answer: Any) -> Iterator[tuple[str, int, Any]]:
     """Event, id and data; "" for a comment, by which the service says that it is still here."""
     event, id, data = "message", 0, ""
-    for line in answer:
+    for line in iter(lambda: answer.readline(LINE_MAX), b""):
         name, _, value = line.decode().rstrip("\r\n").partition(": ")
         if line.startswith(b":"):
             yield "", 0, None
@@ -356,9 +374,21 @@ def _of(job: str, what: str = "") -> str:
     return f"jobs/{name}" + (f"/{what}" if what else "")
 
 
+def _whole(answer: Any) -> bytes:
+    """Of one that comes drop by drop, or has no end, no more than counts. Raises OSError."""
+    content, until_s = bytearray(), time.monotonic() + ANSWER_WITHIN_S
+    while len(content) <= ANSWER_MAX and (piece := answer.read1(1 << 20)):
+        content += piece
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"its answer has no end after {ANSWER_WITHIN_S:g} s")
+    if answer.length and len(content) <= ANSWER_MAX:
+        raise http.client.IncompleteRead(bytes(content), answer.length)
+    return bytes(content)
+
+
 def _refusal_of(error: urllib.error.HTTPError) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, OSError, http.client.HTTPException):
-        if isinstance(found := json.loads(error.read()), dict):
+    with contextlib.suppress(ValueError, RecursionError, OSError, http.client.HTTPException):
+        if isinstance(found := json.loads(error.read(REFUSAL_MAX)), dict):
             return found
     return {}
 

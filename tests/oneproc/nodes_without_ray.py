@@ -21,7 +21,8 @@ FOLDER, OVER = Path(OPTIONS["folder"]), threading.Event()
 
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.answer({"folder": str(FOLDER), "starts": os.getpid()})
+        nothing = {"slots": {"used": 0, "all": 0}, "nodes": [], "queues": []}
+        self.answer({"version": "0", "folder": str(FOLDER), "starts": os.getpid(), **nothing})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

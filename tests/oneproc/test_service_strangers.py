@@ -96,7 +96,9 @@ def test_a_body_that_is_not_packed_as_it_says(served: Served, coding: str) -> No
         ("GET", f"{JOBS}?limit=1&after={'x' * 5000}", 404, "there is no job xxx"),
         ("GET", f"{JOBS}?limit=0", 422, "limit: expected a number from 1 to 1000"),
         ("GET", f"{JOBS}?state=dead", 422, "state: expected some of queued"),
-        ("GET", f"{JOBS}/tiny-1/steps?follow=0&after=-1", 422, "Last-Event-ID: expected a number"),
+        ("GET", f"{JOBS}/tiny-1/steps?follow=0&after=-1", 422, "after: expected a number"),
+        ("GET", f"{JOBS}/tiny-1/steps?follow=0&after=%D9%A3", 422, "after: expected a number"),
+        ("GET", f"{JOBS}?limit=%EF%BC%91", 422, "limit: expected a number from 1 to 1000"),
         ("GET", "/page/..%2fservice.py", 404, ""),
     ],
 )

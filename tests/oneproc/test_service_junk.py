@@ -1,0 +1,68 @@
+"""What is no HTTP, and who is gone in the middle of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from elastic_ft.service import api
+from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
+from tests.oneproc.test_service_crowds import until
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path / "F")
+    yield served
+    served.close()
+
+
+def reached(served: Served) -> socket.socket:
+    where = urlsplit(served.url)
+    return socket.create_connection((where.hostname or "", where.port or 0), WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"\x16\x03\x01\x02\x00\x01\r\n\r\n",  # TLS
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST /api/v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /api/v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_junk_is_refused_and_leaves_nothing_in_the_log(
+    served: Served, junk: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever sends it filled the log's disk, twenty lines for one."""
+    with caplog.at_level(logging.DEBUG), reached(served) as stranger:
+        stranger.sendall(junk)
+        assert b" 400 " in stranger.recv(4096).splitlines()[0]
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+    assert served.client().jobs() == []
+
+
+def test_who_is_gone_is_followed_by_nobody(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the next sign of life, a quarter of a minute later: who comes again and again had all
+    the places of one user in that time."""
+    monkeypatch.setattr(api, "PING_EVERY_S", 1000.0)
+    job = served.client().submit(JOB)["id"]
+    with contextlib.ExitStack() as opened:
+        readers = [opened.enter_context(reached(served)) for _ in range(6)]
+        for reader, kind in zip(readers, ("events", "steps") * 3, strict=True):
+            asked = f"GET /api/v1/jobs/{job}/{kind} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            reader.sendall(asked.encode())
+            assert b" 200 " in reader.recv(4096).splitlines()[0]
+        until(lambda: served.api._streams._open.total() == 6, "they follow")
+        for reader in readers[:3]:  # half-closed: to this server they are gone, too
+            reader.shutdown(socket.SHUT_WR)
+        until(lambda: served.api._streams._open.total() == 3, "they are let go")
+    until(lambda: not served.api._streams._open.total(), "nobody follows")
