@@ -361,7 +361,8 @@ class OwnStep:
             self._agree(running)
         if not running.agreed:
             raise ConfigError(
-                "@ctx.step: the function returned without optimizer.step(): nothing was agreed on"
+                "@ctx.step: the function returned without optimizer.step(): nothing was agreed on; "
+                "a step is a whole global batch: leave out what counts accumulations"
             )
         self._buffers.end()
         self._scales.end()

@@ -52,6 +52,14 @@ class Batch:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{NO_MICRO_BATCH}; it has no {name}")
 
+    @classmethod
+    def __torch_function__(cls, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a batch that was given to a module, as if it were a tensor. Raises ConfigError."""
+        raise ConfigError(
+            f"{NO_MICRO_BATCH}; a pass that trains nothing (update_bn) goes over a DataLoader of "
+            "its own"
+        )
+
     def __getitem__(self, index: Any) -> Any:
         raise ConfigError(f"{NO_MICRO_BATCH}; it has no [{index!r}]")
 

@@ -21,7 +21,7 @@ from elastic_ft.training.between import Between
 from elastic_ft.training.each import MicroTurns, ZeroGrad, as_batch, body_of, not_counted
 from elastic_ft.training.epochs import EpochSpan, begin_loop, check_through, last_step, span_of
 from elastic_ft.training.forgotten import Forgotten
-from elastic_ft.training.given import loggable, sort_out
+from elastic_ft.training.given import ALL_AT_ONCE, loggable, sort_out
 from elastic_ft.training.here import as_here, plainly
 from elastic_ft.training.loader import (
     Loader,
@@ -128,7 +128,7 @@ class Context(Between):
         job of one worker alone, which registers its generators, the same is drawn again.
         """
         if self._own is not None:
-            raise ConfigError("ctx.prepare: was called before; give it everything at once")
+            raise ConfigError(ALL_AT_ONCE)
         given = sort_out(things)
         if isinstance(given.loader, DataLoader):
             check_options(given.loader, self.job.batch.micro_batch_size)

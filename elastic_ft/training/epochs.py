@@ -90,7 +90,8 @@ def last_step(span: EpochSpan | None, until: int, step: int, made: Step | None) 
         raise ConfigError(
             f"ctx.epochs: the loader was gone over twice in an epoch, which has {span.steps} steps "
             f"and has ended with step {until}: go over it once in each, with more epochs, or more "
-            "steps in each: ctx.epochs(n, steps=...)"
+            "steps in each: ctx.epochs(n, steps=...); a pass that trains nothing goes over a "
+            "DataLoader of its own"
         )
     return span.last_of(step)
 

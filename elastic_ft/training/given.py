@@ -28,6 +28,10 @@ class Given:
     kept: dict[str, Any]
 
 
+ALL_AT_ONCE = (
+    "ctx.prepare: was called before: give it everything at once; a job has one loader, of one "
+    "batch size: what changes with epochs (a level, a length) is set on its dataset or collate_fn"
+)
 PACKED_BY = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "auto_gptq", "awq")  # modules
 
 

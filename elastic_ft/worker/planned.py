@@ -64,7 +64,7 @@ class StepPlan:
         if self.compared_at(step) and self._rank > 0:
             (first,) = self._read(step, range(1))
             found.insert(0, Planned(0, first, 0.0))
-        padding = range(own.stop, own.stop + wanted - len(found))
+        padding = range(own.stop, own.stop + wanted - len(found) if found else own.stop)
         return found + [Planned(number, found[-1].ids, 0.0) for number in padding]
 
     def _read(self, step: int, numbers: range) -> Sequence[SampleIds]:

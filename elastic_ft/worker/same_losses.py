@@ -21,8 +21,8 @@ TOLERANCE_ELSEWHERE = 1e-2  # GPUs of several kinds round differently, more so i
 WHY = (
     "@ctx.step: the loss of one micro-batch is {found} at step {step}, so it depends on what ranks "
     "do not share: what the micro-batch before has left (a hidden state), what was collected "
-    "between two steps (a replay buffer), a generator of the script's own: make it of the "
-    "micro-batch, or keep it alike on all ranks and give it to ctx.register; or say "
+    "between two steps (a replay buffer), a generator or a second loader of the script's own: "
+    "make it of the micro-batch, or keep it alike on all ranks and give it to ctx.register; or say "
     "loop.compare_losses: false"
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding
 
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.training.batch import weighed
+from elastic_ft.errors import ConfigError
+from elastic_ft.training.batch import Batch, weighed
 from elastic_ft.transformers.samples import Samples, collated_alike
 
 Pair = namedtuple("Pair", "x y")
@@ -48,6 +50,18 @@ MADE = {
     "packed": lambda x: pack_sequence([x]),
     "graph": Graph,
 }
+
+
+def test_a_batch_that_is_given_to_a_module_says_what_it_is() -> None:
+    """Of the prepared loader, in a pass that trains nothing; the module said "must be Tensor"."""
+    dealt: Any = SimpleNamespace(running=SimpleNamespace(number=1, micro_batches=[]))
+    batch, model = Batch(SimpleNamespace(), dealt), torch.nn.Linear(3, 1)  # type: ignore[arg-type]
+    passes: list[Callable[[Any], Any]] = [model, torch.relu, torch.nn.Embedding(3, 3), torch.sum]
+    for module in passes:
+        with pytest.raises(
+            ConfigError, match=r"this rank's micro-batches .* a DataLoader of its own"
+        ):
+            module(batch)
 
 
 def given(data: Any, device: str) -> Any:
