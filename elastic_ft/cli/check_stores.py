@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from elastic_ft.config import Job
+from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.terms import Terms, changes, refusal, terms_of_manifest
 from elastic_ft.errors import (
     CheckpointMismatch,
@@ -17,7 +18,7 @@ from elastic_ft.errors import (
     StoreFailed,
     UsageError,
 )
-from elastic_ft.storage.store import check_access
+from elastic_ft.storage.store import Store, check_access
 
 CHECK_DEADLINE_S = 20.0  # of one look into a store
 FOLDERS_OF_A_RUN = ("owners", "segments")
@@ -99,26 +100,30 @@ def check_owner(job: Job, out: str, url: str) -> None:
             raise StorageError(f"{key}: {error}") from None
 
 
-def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
-    """Compares the newest checkpoint with the model, and with the ``terms`` of going on from it.
-
-    Raises CheckpointMismatch, ConfigError.
-
-    A damaged manifest is not refused here: the job falls back to an older one, and says so (I5).
-    """
+def check_checkpoint(url: str, expected: TensorTable, terms: Terms, steps: int) -> None:
+    """Compares the newest checkpoint with the model, with the ``terms`` of going on from it, and
+    with the run's last step. Raises CheckpointMismatch, ConfigError, StorageError."""
+    from elastic_ft.observe.outcome import check_resume_point
     from elastic_ft.storage import checkpoints, owners
     from elastic_ft.storage.store import open_store
 
     store = open_store(url, deadline_s=CHECK_DEADLINE_S)
     try:
-        refs = owners.counting(store, checkpoints.committed(store))
-        if not refs:
-            return
-        manifest = checkpoints.load_manifest(store, refs[0])
-    except StateDamaged:
-        return
+        for newest in owners.counting(store, checkpoints.committed(store))[:1]:
+            _check_newest(store, newest, expected, terms)
+            check_resume_point(steps, newest.step, newest.url)
     except StoreFailed as error:
         raise StorageError(f"checkpoint.url: {error}") from None
+
+
+def _check_newest(store: Store, ref: CheckpointRef, expected: TensorTable, terms: Terms) -> None:
+    """A damaged manifest is not refused: the job falls back to an older one, and says so (I5)."""
+    from elastic_ft.storage import checkpoints
+
+    try:
+        manifest = checkpoints.load_manifest(store, ref)
+    except StateDamaged:
+        return
     found = {
         name: (spec.dtype, tuple(spec.shape))
         for name, spec in manifest.tensors.items()
@@ -127,23 +132,6 @@ def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
     if found != expected:
         from elastic_ft.worker.restore import mismatch_message  # imports torch
 
-        raise CheckpointMismatch(
-            f"checkpoint.url: {mismatch_message(refs[0].url, found, expected)}"
-        )
+        raise CheckpointMismatch(f"checkpoint.url: {mismatch_message(ref.url, found, expected)}")
     if other := changes(terms_of_manifest(manifest.extra), terms):
-        raise ConfigError(refusal(other, manifest.step, refs[0].url))
-
-
-def check_steps(steps: int, url: str) -> None:
-    """Raises ConfigError where the run would go on from a later step than its last."""
-    from elastic_ft.observe.outcome import check_resume_point
-    from elastic_ft.storage import checkpoints, owners
-    from elastic_ft.storage.store import open_store
-
-    store = open_store(url, deadline_s=CHECK_DEADLINE_S)
-    try:
-        refs = owners.counting(store, checkpoints.committed(store))
-    except StoreFailed as error:
-        raise StorageError(f"checkpoint.url: {error}") from None
-    for newest in refs[:1]:
-        check_resume_point(steps, newest.step, newest.url)
+        raise ConfigError(refusal(other, manifest.step, ref.url))

@@ -13,13 +13,7 @@ from typing import Any
 
 from elastic_ft.cli import extensions
 from elastic_ft.cli.check_model import ModelAndData, check_model_and_data
-from elastic_ft.cli.check_stores import (
-    check_apart,
-    check_checkpoint,
-    check_owner,
-    check_steps,
-    check_writable,
-)
+from elastic_ft.cli.check_stores import check_apart, check_checkpoint, check_owner, check_writable
 from elastic_ft.config import Job, LoopConfig
 from elastic_ft.config.elastic import ElasticConfig
 from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
@@ -105,8 +99,8 @@ def check_job(
         return Checked(url, 0, _check_script(job.loop, place), 0, faults, warnings)
     found = made(job)
     warnings += found.remarks
-    check_checkpoint(url, found.tensors, {} if accept_changes else _terms(job, found))
-    check_steps(job.steps, url)
+    terms = {} if accept_changes else _terms(job, found)
+    check_checkpoint(url, found.tensors, terms, job.steps)
     return Checked(
         checkpoint_url=url,
         samples=found.samples,

@@ -7,6 +7,10 @@ computed each of its steps, so that a lost, repeated or mixed step shows in the 
     report = simulate(SimScenario(...))
 """
 
-from elastic_ft.sim.checks import SimViolation
-from elastic_ft.sim.runs import Report, simulate
-from elastic_ft.sim.scenario import SimFault, SimKill, SimScenario, sim_policy
+from elastic_ft.sim.checks import SimViolation as SimViolation
+from elastic_ft.sim.runs import Report as Report
+from elastic_ft.sim.runs import simulate as simulate
+from elastic_ft.sim.scenario import SimFault as SimFault
+from elastic_ft.sim.scenario import SimKill as SimKill
+from elastic_ft.sim.scenario import SimScenario as SimScenario
+from elastic_ft.sim.scenario import sim_policy as sim_policy

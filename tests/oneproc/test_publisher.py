@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from elastic_ft.cli.check_stores import check_steps
+from elastic_ft.cli.check_stores import check_checkpoint
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller import publisher
 from elastic_ft.controller.publisher import Publisher
@@ -423,6 +423,6 @@ def test_a_first_look_takes_what_counts_alone(publishing: Publishing, tmp_path: 
     assert isinstance(other.commit(4), ev.CheckpointCommitted)
     look = Publisher(JOB, "run3", publishing.store.url, lambda _: None, lambda: (), lambda: None)
     assert [ref.step for ref in look.resumable()] == [4]
-    check_steps(4, publishing.store.url)
+    check_checkpoint(publishing.store.url, {}, {}, 4)
     look.close()
     other.publisher.close()

@@ -4,5 +4,5 @@ A launcher per run forks workers, keepers and controllers (``launcher``), from a
 imported what they need (``warm``). The controller asks it over a socket (``local_host``).
 """
 
-from elastic_ft.hosts.local.local_host import LocalHost
-from elastic_ft.hosts.local.run_local import run_local
+from elastic_ft.hosts.local.local_host import LocalHost as LocalHost
+from elastic_ft.hosts.local.run_local import run_local as run_local
