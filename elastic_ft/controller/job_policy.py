@@ -9,6 +9,7 @@ from elastic_ft.core.hangs import LAST_RESORT_TIMEOUTS
 from elastic_ft.core.layouts.planner import Planning
 from elastic_ft.core.policy import Policy, same_names
 
+LAST_TRY_S = 180.0  # for the publisher's last attempt, some calls of a minute, and its word
 RETURN_S = 5.0  # for workers and keepers to look, and call
 
 
@@ -23,7 +24,7 @@ def policy_of(job: Job) -> Policy:
         "multiple_of": job.multiple_of,
         "pause_timeout_s": pause_s,
         "boundary_timeout_s": LAST_RESORT_TIMEOUTS * elastic.hang_timeout_s + pause_s,
-        "publish_timeout_s": elastic.suspend_timeout_s,
+        "publish_timeout_s": elastic.suspend_timeout_s + LAST_TRY_S,
         # Whose controller is stopped hears that from its silence alone, and looks now and then.
         "return_timeout_s": 1.5 * elastic.heartbeat_timeout_s + RETURN_S,
         "final_checkpoint": checkpoint.final,

@@ -4,6 +4,7 @@ with what can't be read."""
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller import publisher
+from elastic_ft.controller.job_policy import policy_of
 from elastic_ft.core import events as ev
 from elastic_ft.errors import StoreFailed
 from elastic_ft.storage.store import Store
@@ -78,6 +80,19 @@ def test_who_is_asked_to_stop_tries_no_manifest_again(tmp_path: Path, job: Job, 
     assert "once it can be" in one.commit(step).reason
     one.publisher.hurry()
     assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointFailed)
+    one.publisher.close()
+
+
+def test_the_core_waits_for_what_the_publisher_has_to_say_last(tmp_path: Path) -> None:
+    """It had given up by then: why was not said, and what was yet published came too late."""
+    elastic = JOB.elastic.model_copy(update={"suspend_timeout_s": 0.5})
+    job = JOB.model_copy(update={"elastic": elastic})
+    one, began_s = publishing(tmp_path, job), time.monotonic()
+    away(one)
+    assert "once it can be" in one.commit(job.steps).reason
+    failed = one.posted.get(timeout=DEADLINE_S)
+    assert isinstance(failed, ev.CheckpointFailed) and "503 Slow Down" in failed.reason
+    assert time.monotonic() - began_s < policy_of(job).publish_timeout_s
     one.publisher.close()
 
 
