@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from elastic_ft.errors import ConfigError, StoreFailed
 from elastic_ft.service.access import Caller, Rights, caller_of, check_site
+from elastic_ft.service.bodies import BODY_MAX, bytes_of, read_body
 from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, RUNS, WORDS, Crew, Streams
-from elastic_ft.service.floods import AskedTooMuch, Pace
+from elastic_ft.service.floods import AskedTooMuch, Pace, Room
 from elastic_ft.service.listing import flag, listing_of
 from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
 from elastic_ft.service.openapi import document
@@ -35,9 +36,6 @@ from elastic_ft.service.story import Item, LineStream
 log = logging.getLogger(__name__)
 CALLER = web.RequestKey("caller", Caller)
 COOKIE = "elastic_ft_token"
-BODY_MAX = 8 << 20
-BODY_WITHIN_S = 60.0  # of a request's head
-SMALL = 1 << 16  # bytes of JSON that are read at once
 ANSWER_TIMEOUT_S = 30.0  # a change that is not journalled by then is answered with 503
 STOP_TIMEOUT_S = 540.0  # of all jobs; a client waits for longer
 STREAM_EVERY_S = 0.2
@@ -46,6 +44,7 @@ PING_EVERY_S = 15.0
 ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
 TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
 STREAMS_MAX, STREAMS_OF_ONE = 1000, 250  # who follows more is asked to come later
+BODIES_BYTES, BODIES_OF_ONE_BYTES = 256 << 20, 64 << 20  # of requests under way
 ASKED_PER_S, ASKED_TOGETHER, AT_ONCE_OF_ONE = 100.0, 500, 600  # by one user, streams included
 T = TypeVar("T")
 
@@ -62,6 +61,7 @@ class Api:
         self._closing, self._taking_in = False, 0  # no job is taken in; how many just are
         self._streams = Streams(STREAMS_MAX, STREAMS_OF_ONE)
         self._pace = Pace(ASKED_PER_S, ASKED_TOGETHER, AT_ONCE_OF_ONE)
+        self._room = Room(BODIES_BYTES, BODIES_OF_ONE_BYTES)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=BODY_MAX, middlewares=[refused_in_a_line, self.known])
@@ -98,7 +98,7 @@ class Api:
             )
             token = _bearer(request) or request.cookies.get(COOKIE, "")
             caller = request[CALLER] = caller_of(self._users, token)
-            with self._pace.one(caller.name):
+            with self._pace.one(caller.name), self._room.for_one(caller.name, bytes_of(request)):
                 self._check_job(request, caller, changes)
                 return await handler(request)
         return await handler(request)
@@ -152,7 +152,9 @@ class Api:
         if self._closing:
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
         request[CALLER].check_writes()  # before megabytes are read
-        asked = await _body(request, "job", "priority", "queue", "name", "request")
+        asked = await read_body(
+            request, _by(request), "job", "priority", "queue", "name", "request"
+        )
         request[CALLER].check_write(str(asked.get("queue", "default")))
         if self._closing:  # meanwhile
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
@@ -386,43 +388,8 @@ def _by(request: web.Request) -> str:
 
 
 async def _body(request: web.Request, *known: str) -> dict[str, Any]:
-    """Raises ConfigError; HTTPUnsupportedMediaType: what a form of another site can send."""
-    try:
-        async with asyncio.timeout(BODY_WITHIN_S):
-            content = await request.read()
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(
-            text=f"the request's body did not come within {BODY_WITHIN_S:g} s"
-        ) from None
-    except web.RequestPayloadError as error:
-        raise web.HTTPBadRequest(text=f"the request's body can't be read: {error}") from None
-    if not content:
-        return {}
-    if request.content_type != "application/json":
-        raise web.HTTPUnsupportedMediaType(
-            text=f"Content-Type: expected application/json, found {request.content_type:.100}"
-        )
-    try:
-        if len(content) < SMALL:  # waits for nobody's megabytes
-            found = _loads(content)
-        else:
-            found = await READING.do(_by(request), _loads, content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"expected an object, found {type(found).__name__}")
-    if unknown := [key for key in found if key not in known]:
-        raise ConfigError(f"{unknown[0]:.80}: unknown key, expected {', '.join(known)}")
-    return found
-
-
-def _loads(content: bytes) -> Any:
-    """Raises ValueError, RecursionError."""
-    return json.loads(content, parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no value of JSON")
+    """As ``read_body``."""
+    return await read_body(request, _by(request), *known)
 
 
 async def _answered(answer: Future[str]) -> str:

@@ -50,3 +50,29 @@ class Pace:
             why = f"{name} asks more than {self._per_s:g} times a second"
             raise AskedTooMuch(why, (1.0 - left) / self._per_s)
         self._left[name] = left - 1.0, now_s
+
+
+class Room:
+    """For the bodies of requests under way: so many bytes, and of each who has a name so many. Of
+    one thread."""
+
+    def __init__(self, bytes_max: int, of_one_max: int) -> None:
+        self._bytes_max, self._of_one_max = bytes_max, of_one_max
+        self._taken: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def for_one(self, name: str, size: int) -> Iterator[None]:
+        """``name``: "" where nobody has to say. Raises AskedTooMuch, HTTPServiceUnavailable."""
+        if size and name and self._taken[name] + size > self._of_one_max:
+            taken = f"{self._taken[name]} bytes of {name}'s"
+            raise AskedTooMuch(f"{taken} are being read already")
+        if size and self._taken.total() + size > self._bytes_max:
+            taken = f"{self._taken.total()} bytes"
+            raise web.HTTPServiceUnavailable(
+                text=f"{taken} are being read already: ask again later"
+            )
+        self._taken[name] += size
+        try:
+            yield
+        finally:
+            self._taken[name] -= size

@@ -12,6 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from elastic_ft.service import api
+from elastic_ft.service.access import Rights, new_token, read_token
+from elastic_ft.service.bodies import BODY_MAX
+from elastic_ft.service.floods import Room
+from elastic_ft.service.service_client import ServiceAway
 from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
 from tests.oneproc.test_service_crowds import until
 
@@ -66,3 +70,38 @@ def test_who_is_gone_is_followed_by_nobody(served: Served, monkeypatch: pytest.M
             reader.shutdown(socket.SHUT_WR)
         until(lambda: served.api._streams._open.total() == 3, "they are let go")
     until(lambda: not served.api._streams._open.total(), "nobody follows")
+
+
+def test_bodies_under_way_have_room_for_others_too(tmp_path: Path) -> None:
+    """Thousands of megabytes were kept of who sent jobs slowly, until there was no memory left."""
+    users = {name: Rights(new_token(tmp_path / name), write=("*",)) for name in ("ann", "bob")}
+    served = Served(tmp_path / "F", users)
+    served.api._room = Room(3 * BODY_MAX, 2 * BODY_MAX)
+    head = (
+        "POST /api/v1/jobs HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {read_token(tmp_path / 'ann')}\r\n"
+    )
+    try:
+        with contextlib.ExitStack() as slow:
+            for more in (f"Content-Length: {BODY_MAX}", "Transfer-Encoding: chunked"):
+                slow.enter_context(reached(served)).sendall(f"{head}{more}\r\n\r\n".encode())
+            until(lambda: served.api._room._taken["ann"] == 2 * BODY_MAX, "they are read")
+            ann, bob = (served.client(tmp_path / name) for name in ("ann", "bob"))
+            with pytest.raises(ServiceAway, match=r"bytes of ann's are being read already: ask "):
+                ann.submit(JOB)
+            assert ann.jobs() == []  # without a body
+            assert bob.submit(JOB)["id"] == "tiny-1"
+            served.api._room._bytes_max = 2 * BODY_MAX
+            with pytest.raises(ServiceAway, match=r"^16777216 bytes are being read already"):
+                bob.submit(JOB)
+        until(lambda: not served.api._room._taken.total(), "who is gone has none")
+        assert ann.submit(JOB)["id"] == "tiny-2"
+    finally:
+        served.close()
+
+
+def test_a_body_of_another_kind_is_not_read(served: Served) -> None:
+    with reached(served) as stranger:
+        head = "POST /api/v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\n"
+        stranger.sendall(f"{head}Content-Length: 8000000\r\n\r\n".encode())  # and nothing of it
+        assert b" 415 " in stranger.recv(4096).splitlines()[0]

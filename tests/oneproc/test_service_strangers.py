@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from elastic_ft.errors import ConfigError
-from elastic_ft.service import api
+from elastic_ft.service import bodies
 from elastic_ft.service.service_client import Client
 from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
 
@@ -65,7 +65,7 @@ def ask(
         (b'{"job": "a: &a [*a]"}', 422, "job: more than"),
         (b'{"job": "a: !!python/object:os.system x"}', 422, "job: not YAML: line 1"),
         (WHOLE % (b'"priority": ' + DEEP), 422, ""),
-        (b"x" * (api.BODY_MAX + 1), 413, "Maximum request body size"),
+        (b"x" * (bodies.BODY_MAX + 1), 413, "Maximum request body size"),
     ],
 )
 def test_a_body_that_is_none(served: Served, body: bytes, status: int, line: str) -> None:
@@ -134,7 +134,7 @@ def test_a_fault_of_its_own_is_a_line_too(served: Served, monkeypatch: pytest.Mo
 
 
 def test_half_a_body_is_waited_for_so_long(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "BODY_WITHIN_S", 0.2)
+    monkeypatch.setattr(bodies, "BODY_WITHIN_S", 0.2)
     where = urlsplit(served.url)
     with socket.create_connection((where.hostname or "", where.port or 0), WAIT_S) as slow:
         head = "POST /api/v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n"
