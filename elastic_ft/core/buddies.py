@@ -24,17 +24,21 @@ def choose_buddies(
     kept, where = _Kept(len(members)), [member.node for member in members]
     domains = _failing_together(members)
     everywhere = set(domains)
-    nodes_of: dict[int, set[str]] = {}  # by the first rank that has the shard
+    are_parted, is_alone = len(everywhere - {""}) > 1, len(layout.replicas_of(0)) == 1
+    nodes_of: dict[int, set[str]] = {}  # by the first of several ranks that have the shard
     buddies: list[tuple[int, ...]] = []
     for rank in range(len(members)):
-        replicas = layout.replicas_of(rank)
-        if rank == replicas.start:
-            nodes_of[rank] = {where[r] for r in replicas}
+        replicas = range(rank, rank + 1) if is_alone else layout.replicas_of(rank)
+        if is_alone:  # nothing is kept of it: what lives on costs collections of garbage
+            nodes = {where[rank]}
+        elif rank == replicas.start:
+            nodes = nodes_of[rank] = {where[r] for r in replicas}
+        else:
+            nodes = nodes_of[replicas.start]
         chosen: list[int] = []
-        nodes = nodes_of[replicas.start]
         while len(nodes) < copies:
             avoid: set[str] = set()
-            if len(everywhere - {""}) > 1:
+            if are_parted:
                 avoid = {domains[h] for h in (*replicas, *chosen)} - {""}
                 avoid = avoid if avoid < everywhere else set()  # none is better than another
             buddy = _next_buddy(rank, where, nodes, domains, avoid, kept)
@@ -52,13 +56,14 @@ def choose_buddies(
 def _failing_together(members: Sequence[Member]) -> list[str]:
     """Of each, its failure domain: of nested ones the outermost of which there are several. Where
     a node has no label, none is known."""
-    paths = [member.domain.split("/") for member in members]
-    deepest = max(map(len, paths))
-    for depth in range(1, deepest + 1):
-        known = {tuple(path[:depth]) for path in paths if len(path) >= depth and path[depth - 1]}
-        if len(known) > 1:
+    named = [member.domain for member in members]
+    paths = {domain: domain.split("/") for domain in set(named)}
+    for depth in range(1, max(map(len, paths.values())) + 1):
+        at_depth = [path[:depth] for path in paths.values() if len(path) >= depth]
+        if len({tuple(path) for path in at_depth if path[-1]}) > 1:
             break
-    return ["/".join(path[:depth]) for path in paths]
+    cut = {domain: "/".join(path[:depth]) for domain, path in paths.items()}
+    return [cut[domain] for domain in named]
 
 
 class _Kept:

@@ -94,23 +94,34 @@ def _because(why: str, skipped: Iterable[str]) -> str:
 def _by_state_and_space(
     holdings: Mapping[str, Sequence[Holding]], refused: RefusedSources
 ) -> dict[StateAt, dict[str, HoldersByTier]]:
-    """Shard -> its holders, nearest tier first, by state and how it is cut."""
-    by_tier: dict[Tier, list[tuple[str, Holding]]] = {tier: [] for tier in TIER_ORDER}
+    """Shard -> its holders, nearest tier first, by state and how it is cut.
+
+    Of a large world most shards have one or two: as little as can be is made for each, or garbage
+    collections take longer than all the rest.
+    """
+    by_tier: dict[Tier, tuple[list[str], list[Holding]]] = {tier: ([], []) for tier in TIER_ORDER}
     for worker, held in sorted(holdings.items()):
         for holding in held:
             if not refused or not _is_refused(worker, holding, refused):
-                by_tier[holding.tier].append((worker, holding))
-    found: dict[StateAt, dict[str, list[tuple[str, Tier]]]] = {}
+                workers, those = by_tier[holding.tier]
+                workers.append(worker)
+                those.append(holding)
+    found: dict[StateAt, dict[str, HoldersByTier]] = {}
+    several: dict[tuple[StateAt, str], list[tuple[str, Tier]]] = {}
+    cut, shards = None, {}
     for tier, some in by_tier.items():  # so that no shard's holders need sorting
-        for worker, holding in some:
-            shards = found.setdefault((holding.step, holding.generation, holding.space), {})
-            if (who := shards.get(holding.shard)) is None:
-                shards[holding.shard] = [(worker, tier)]
+        for worker, holding in zip(*some, strict=True):
+            if cut != (at := (holding.step, holding.generation, holding.space)):
+                cut, shards = at, found.setdefault(at, {})
+            if (first := shards.get(holding.shard)) is None:
+                shards[holding.shard] = ((worker, tier),)
+            elif len(first) == 1:
+                shards[holding.shard] = (*first, (worker, tier))
             else:
-                who.append((worker, tier))
-    return {
-        cut: {shard: tuple(who) for shard, who in shards.items()} for cut, shards in found.items()
-    }
+                several.setdefault((at, holding.shard), [*first]).append((worker, tier))
+    for (at, shard), who in several.items():
+        found[at][shard] = tuple(who)
+    return found
 
 
 def _is_refused(holder: str, held: Holding, refused: RefusedSources) -> bool:

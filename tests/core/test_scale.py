@@ -11,13 +11,13 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 
 from elastic_ft.core import generations, membership
 from elastic_ft.core.assignment import Holding, Tier
-from elastic_ft.core.commands import Command
+from elastic_ft.core.commands import Command, FormGeneration
 from elastic_ft.core.events import (
     CollectiveFailed,
     Event,
@@ -167,6 +167,48 @@ def test_a_scan_of_everybody_for_each_answer_would_be_seen(monkeypatch: pytest.M
 
     monkeypatch.setattr(generations, "have_paused", scans)
     assert growth(pause, "fsdp", repeats=1) > RATIO_MAX
+
+
+def containers_at_once(decide: Callable[[], object], count: int) -> float:
+    """Per worker of ``count``: how many Python's garbage collector has seen made and not yet gone.
+
+    Each so many of them have it go through those that there are, and now and then through all that
+    a controller has: in a large world that takes as long as the decision.
+    """
+    collections, threshold, limits = 0, 500, gc.get_threshold()
+
+    def seen(phase: str, info: dict[str, int]) -> None:
+        nonlocal collections
+        collections += phase == "start"
+
+    gc.collect()
+    gc.set_threshold(threshold, 10**6, 10**6)
+    gc.callbacks.append(seen)
+    try:
+        decide()
+    finally:
+        gc.callbacks.remove(seen)
+        gc.set_threshold(*limits)
+    return collections * threshold / count
+
+
+def test_little_is_made_of_each_worker_when_a_world_is_chosen() -> None:
+    """What there is of each in the end, and not much besides."""
+    count = SMALL * TIMES
+    script = world(count, "fsdp")
+    script.tell(WorkerLost, f"w{count // 2}", "killed")
+    peers = {buddy: rank for rank, who in enumerate(script.assignment.buddies) for buddy in who}
+    alive = [(r, worker) for r, worker in enumerate(script.ranks) if worker in script.state.ready]
+    answers = [
+        Paused(1.0, w, 2, (script.live(w, 1), script.holding(1, peers[r], Tier.PEER)))
+        for r, w in alive
+    ]
+    for answer in answers[:-1]:
+        script.state, _ = membership.step(script.state, answer, script.policy)
+    decide = partial(membership.step, script.state, answers[-1], script.policy)
+    assert any(isinstance(command, FormGeneration) for command in decide()[1])
+    made = containers_at_once(decide, count)
+    assert made < 6
 
 
 # ------------------------------------------------ what is counted is what is there

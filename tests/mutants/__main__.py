@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_ft"
-COPIED = (PACKAGE, "benchmarks", "tests/core", "tests/sim")
+COPIED = (PACKAGE, "benchmarks", "docs", "tests/core", "tests/sim")
 TIMEOUT_S = 900  # for all tests of one mutant: a broken core may loop
 # Nothing mutated is used there, or they measure time.
 LEFT_OUT = (
@@ -142,7 +142,9 @@ def try_one(mutant: Mutant, base: Path, core_alone: bool) -> Verdict:
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode and not failed:
         raise RuntimeError(f"{mutant.name}: pytest says nothing of what failed:\n{done.stdout}")
-    killer = failed[0].split()[1] if done.returncode else ""
+    killer = failed[0].split(maxsplit=1)[1].partition(" - ")[0] if done.returncode else ""
+    if killer and run_tests(base, killer).returncode == 1:
+        raise RuntimeError(f"{mutant.name}: {killer} fails without it, too")
     return Verdict(mutant, killer, time.monotonic() - began_s)
 
 
