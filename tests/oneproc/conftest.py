@@ -1,4 +1,4 @@
-"""A keeper in this process and a desk that hears it; settings of small data.
+"""A keeper in this process and a desk that hears it; settings of small data; a service.
 
 What they need is imported when they are asked for: most files of this tier have no use for it.
 """
@@ -6,7 +6,7 @@ What they need is imported when they are asked for: most files of this tier have
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from elastic_ft.config import DataConfig
     from elastic_ft.core.assignment import Keeper
     from elastic_ft.keeper.node_keeper import NodeKeeper
+    from elastic_ft.service.access import Rights
     from tests.oneproc.desks import Desk
+    from tests.oneproc.served import Served
 
 
 @pytest.fixture
@@ -55,3 +57,18 @@ def config(tmp_path: Path) -> Any:
         return DataConfig.model_validate(values | location | changes)
 
     return make
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    from tests.oneproc.served import Served
+
+    opened: list[Served] = []
+
+    def begin(users: dict[str, Rights] | None = None, tls: Any = None) -> Served:
+        opened.append(Served(tmp_path / "F", users, tls))
+        return opened[-1]
+
+    yield begin
+    for served in opened:
+        served.close()

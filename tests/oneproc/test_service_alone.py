@@ -2,116 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
 import socket
-import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms
-from elastic_ft.errors import ConfigError, StorageError, StoreFailed, Superseded, UsageError
+from elastic_ft.errors import ConfigError, StorageError, StoreFailed, UsageError
 from elastic_ft.service import api, service, service_actor
-from elastic_ft.service.access import Rights, check_host, new_token, read_token
 from elastic_ft.service.api import Api
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.office import Refused
 from elastic_ft.service.service import Service
-from elastic_ft.service.service_actor import ServiceOptions, runner_of, tls_of
-from elastic_ft.service.service_client import Client, ServiceAway
-from elastic_ft.service.service_config import load_config
+from elastic_ft.service.service_actor import ServiceOptions
+from elastic_ft.service.service_client import ServiceAway
 from elastic_ft.storage.store import open_store
-
-JOB: dict[str, Any] = {
-    "name": "tiny",
-    "steps": 10,
-    "model": {"preset": "decoder-1m"},
-    "data": {"url": "stdlib:"},
-}
-TERMS = SharingTerms({"default": QueueTerms(), "research": QueueTerms(ceiling=2)})
-WAIT_S = 90.0
-
-
-class Served:
-    """A service of ``folder`` behind a port of the kernel's choice, until it is left."""
-
-    def __init__(
-        self,
-        folder: Path | str,
-        users: dict[str, Rights] | None = None,
-        tls: Any = None,
-        terms: SharingTerms = TERMS,
-    ) -> None:
-        self._tls, kind = tls, "https" if tls else "http"
-        self.superseded = threading.Event()
-        self.service = Service(str(folder), terms, no_cluster, self._leave, look=Sight)
-        self.service.start()
-        self._loop = asyncio.new_event_loop()
-        self.api = Api(self.service, users or {}, print)
-        self._runner = runner_of(self.api.application())
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(WAIT_S)
-        self.url = f"{kind}://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def _open(self) -> None:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self._tls).start()
-
-    def _leave(self, why: Superseded) -> None:
-        self.superseded.set()
-
-    def connections(self) -> int:
-        assert self._runner.server is not None
-        return len(self._runner.server.connections)
-
-    def client(self, token_file: Path | None = None) -> Client:
-        return Client(self.url, token_file=token_file, away_s=0.0)
-
-    def close(self) -> None:
-        self.service.close()
-        for hands in (self.service._pool, self.service._idle):
-            hands.shutdown(cancel_futures=True)  # none is at work still when a test's patches end
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(WAIT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(WAIT_S)
-
-
-def no_cluster(job: Any, run_url: str) -> None:
-    raise AssertionError("no job has room on a cluster without nodes")
-
-
-def post(served: Served, content: bytes, path: str = "jobs", **headers: str) -> Any:
-    said = {"Content-Type": "application/json"} | {
-        name.replace("_", "-"): value for name, value in headers.items()
-    }
-    request = urllib.request.Request(f"{served.url}/api/v1/{path}", content, said, method="POST")
-    return urllib.request.urlopen(request, timeout=WAIT_S)
-
-
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    opened: list[Served] = []
-
-    def begin(users: dict[str, Rights] | None = None, tls: Any = None) -> Served:
-        opened.append(Served(tmp_path / "F", users, tls))
-        return opened[-1]
-
-    yield begin
-    for served in opened:
-        served.close()
+from tests.oneproc.served import JOB, TERMS, WAIT_S, Served, no_cluster, post, told
 
 
 def test_none_of_many_is_lost_or_there_twice(serve: Callable[..., Served]) -> None:
@@ -227,78 +143,6 @@ def test_a_job_that_waits_is_changed_and_stopped(serve: Callable[..., Served]) -
     assert [job["state"] for job in client.jobs(all=True)] == ["stopped"]
 
 
-def test_who_may_what(serve: Callable[..., Served], tmp_path: Path) -> None:
-    files = {name: tmp_path / name for name in ("ann", "bob", "eve")}
-    digests = {name: new_token(path) for name, path in files.items()}
-    users = {
-        "ann": Rights(digests["ann"], read=("*",), write=("*",)),
-        "bob": Rights(digests["bob"], read=("research",), write=("research",)),
-    }
-    served = serve(users)
-    ann, bob = (served.client(files[name]) for name in ("ann", "bob"))
-    mine, hers = bob.submit(JOB, queue="research")["id"], ann.submit(JOB)["id"]
-    assert [job["id"] for job in ann.jobs()] == [mine, hers]
-    assert [(job["id"], job["by"]) for job in bob.jobs()] == [(mine, "bob")]
-    for foreign in (hers, "nosuch-1"):  # he can't tell one from the other
-        for ask in (bob.status, bob.stop):
-            with pytest.raises(ConfigError, match=f"^there is no job {foreign}$"):
-                ask(foreign)
-    assert [queue["queue"] for queue in bob.service()["queues"]] == ["research"]
-    assert [queue["queue"] for queue in ann.service()["queues"]] == ["default", "research"]
-    bearer = {"Authorization": f"Bearer {read_token(files['bob'])}"}
-    asked_by_bob = urllib.request.Request(f"{served.url}/metrics", headers=bearer)
-    with urllib.request.urlopen(asked_by_bob, timeout=WAIT_S) as answer:
-        counted = answer.read().decode()
-    assert 'queue="research"' in counted and 'queue="default"' not in counted
-    with pytest.raises(ConfigError, match="bob may not change jobs of queue default"):
-        bob.submit(JOB)
-    with pytest.raises(ConfigError, match="bob may not stop the service"):
-        bob.stop_service()
-    for stranger in (served.client(), served.client(files["eve"])):
-        with pytest.raises(ConfigError, match=r"no token|a token that the service knows"):
-            stranger.jobs()
-    ann.stop(mine)
-    journal = sorted((tmp_path / "F/journal").glob("*.jsonl"))
-    lines = [json.loads(text) for path in journal for text in path.read_text().splitlines()]
-    asked = [(line["event"], line["by"]) for line in lines if "by" in line]
-    assert asked == [("JobSubmitted", "bob"), ("JobSubmitted", "ann"), ("StopAsked", "ann")]
-    assert not any(
-        read_token(path) in text.read_text() for path in files.values() for text in journal
-    )
-
-
-@pytest.mark.parametrize(
-    ("headers", "status", "line"),
-    [
-        ({"Origin": "http://evil.example"}, 403, "Origin: expected 127.0.0.1:"),
-        ({"Origin": "null"}, 403, "Origin: expected 127.0.0.1:"),
-        ({"Content_Type": "text/plain"}, 415, "Content-Type: expected application/json"),
-        ({"Host": "rebound.example:8266"}, 403, "Host: expected this machine's loopback"),
-    ],
-)
-def test_a_page_of_another_site_commands_nothing(
-    serve: Callable[..., Served], headers: dict[str, str], status: int, line: str
-) -> None:
-    """What the browser of somebody at this machine sends in another page's name."""
-    served = serve()
-    asked = json.dumps({"job": JOB}).encode()
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        post(served, asked, **headers)
-    assert refused.value.code == status
-    assert json.loads(refused.value.read())["error"].startswith(line)
-    assert served.client().jobs(all=True) == []
-    assert post(served, asked, Origin=served.url).status == 201  # its own page
-
-
-def test_a_token_of_strange_bytes_is_no_token(serve: Callable[..., Served]) -> None:
-    served = serve({"ann": Rights("0" * 64)})
-    request = urllib.request.Request(f"{served.url}/api/v1/jobs")
-    request.add_header("Authorization", "Bearer \xff\xfe")
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=WAIT_S)
-    assert refused.value.code == 401
-
-
 def test_a_service_that_stops_its_jobs_takes_none_in(
     serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,15 +210,6 @@ def test_a_queue_with_jobs_stays(serve: Callable[..., Served], tmp_path: Path) -
         Served(tmp_path / "F", terms=SharingTerms({"default": QueueTerms()}))
     assert sorted((tmp_path / "F/journal").iterdir()) == journal
     assert serve().client().stop(job)["state"] == "stopped"
-
-
-def told(folder: Path, steps: int) -> None:
-    """A run folder of so many committed steps."""
-    folder.mkdir(parents=True)
-    lines = [
-        json.dumps({"step": step, "loss": 1.0, "generation": 1}) for step in range(1, steps + 1)
-    ]
-    (folder / "steps.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def test_all_readers_of_a_job_that_ended_have_its_story(
@@ -528,37 +363,3 @@ def test_prometheus_is_told_of_queues(serve: Callable[..., Served]) -> None:
     assert 'elastic_ft_service_jobs{queue="default",state="stopped"} 1.0' in lines
     assert 'elastic_ft_service_jobs{queue="research",state="queued"} 1.0' in lines
     assert 'elastic_ft_service_decisions_total{kind="start"} 0.0' in lines
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_tls_by_certificate_files(serve: Callable[..., Served], tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    options = (
-        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=s"
-    )
-    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(["openssl", *options.split(), *files], check=True, capture_output=True)
-    served = serve(tls=tls_of(ServiceOptions("F", tls_cert=str(cert), tls_key=str(key))))
-    client = Client(served.url, ca_file=cert, away_s=0.0)
-    assert client.submit(JOB)["page"].startswith("https://127.0.0.1")
-    with pytest.raises(ServiceAway, match="certificate verify failed"):
-        Client(served.url, away_s=0.0).jobs()
-    with pytest.raises(UsageError, match="--tls-cert, --tls-key"):
-        tls_of(ServiceOptions("F", tls_cert=str(tmp_path / "none"), tls_key=str(key)))
-
-
-def test_a_token_is_for_its_owner(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    new_token(path)
-    path.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read this token"):
-        Client(token_file=path)
-    with pytest.raises(ConfigError, match="expected users in --config"):
-        check_host("0.0.0.0", {})
-
-
-def test_a_config_says_what_is_wrong(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("queues: {a: {quota: 4, weigth: 2}}\n")
-    with pytest.raises(ConfigError, match=r"queues\.a\.weigth"):
-        load_config(path)

@@ -27,7 +27,7 @@ from elastic_ft.service.office import Office
 from elastic_ft.service.service import Service
 from elastic_ft.service.service_client import Client, ServiceAway
 from elastic_ft.storage.store import Store, open_store
-from tests.oneproc.test_service_alone import JOB, WAIT_S, Served, no_cluster, post
+from tests.oneproc.served import JOB, WAIT_S, Served, no_cluster, post
 from tests.oneproc.test_service_hands import Bench, bench  # noqa: F401
 
 

@@ -25,7 +25,7 @@ from elastic_ft.service.office import Office
 from elastic_ft.service.service import Service
 from elastic_ft.service.service_client import Client, ServiceAway
 from elastic_ft.service.service_config import load_config
-from tests.oneproc.test_service_alone import JOB, WAIT_S, Served, no_cluster, post
+from tests.oneproc.served import JOB, WAIT_S, Served, no_cluster, post
 from tests.oneproc.test_service_hands import Bench, bench, later  # noqa: F401
 from tests.waiting import until
 

@@ -17,7 +17,7 @@ from elastic_ft.service.access import Rights, new_token, read_token
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.service import Service
 from elastic_ft.service.service_client import ServiceAway
-from tests.oneproc.test_service_alone import JOB, WAIT_S, Served, no_cluster
+from tests.oneproc.served import JOB, WAIT_S, Served, no_cluster
 from tests.oneproc.test_service_crowds import until
 
 

@@ -16,7 +16,7 @@ from elastic_ft.service.access import Rights, new_token, read_token
 from elastic_ft.service.bodies import BODY_MAX
 from elastic_ft.service.floods import Room
 from elastic_ft.service.service_client import ServiceAway
-from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
+from tests.oneproc.served import JOB, WAIT_S, Served
 from tests.oneproc.test_service_crowds import until
 
 

@@ -32,7 +32,7 @@ from elastic_ft.service.served_at import bound, service_url
 from elastic_ft.service.service_client import VARIABLE, Client, ServiceAway
 from elastic_ft.storage.store import Store, open_store
 from tests.observe.test_replay import KEPT
-from tests.oneproc.test_service_alone import JOB, WAIT_S, Served, told
+from tests.oneproc.served import JOB, WAIT_S, Served, told
 from tests.oneproc.test_service_crowds import until
 from tests.oneproc.test_service_strangers import JOBS, ask
 

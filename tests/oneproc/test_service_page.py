@@ -11,7 +11,7 @@ import pytest
 from elastic_ft.errors import ConfigError
 from elastic_ft.service.access import Rights, new_token, read_token
 from tests.browser import LivePage
-from tests.oneproc.test_service_alone import JOB, Served
+from tests.oneproc.served import JOB, Served
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.service import service_client, views
 from elastic_ft.service.access import Rights, new_token
 from elastic_ft.service.service_client import Client, ServiceAway
-from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
+from tests.oneproc.served import JOB, WAIT_S, Served
 
 QUEUES = ("default", "research")
 

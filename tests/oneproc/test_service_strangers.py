@@ -16,7 +16,7 @@ import pytest
 from elastic_ft.errors import ConfigError
 from elastic_ft.service import bodies
 from elastic_ft.service.service_client import Client
-from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
+from tests.oneproc.served import JOB, WAIT_S, Served
 
 JSON = {"Content-Type": "application/json"}
 JOBS = "/api/v1/jobs"

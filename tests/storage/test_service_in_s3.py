@@ -22,7 +22,7 @@ from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.service_client import Client, ServiceAway
 from elastic_ft.storage.objects import Objects
 from elastic_ft.storage.store import Store, open_store
-from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
+from tests.oneproc.served import JOB, WAIT_S, Served
 
 BUSY = StoreFault("busy")
 
@@ -73,7 +73,7 @@ def cluster(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> SmallCluster:
     def on_it(folder: str, terms: SharingTerms, *_: Any, **__: Any) -> service.Service:
         return made(folder, terms, cluster.begin, print, cluster.look)
 
-    monkeypatch.setattr("tests.oneproc.test_service_alone.Service", on_it)
+    monkeypatch.setattr("tests.oneproc.served.Service", on_it)
     return cluster
 
 
