@@ -32,6 +32,7 @@ TOLD_S = 1.0  # of silence, before it is said that one waits
 AGAIN_S, AGAIN_MAX_S = 0.3, 60.0
 DOUBT_S = 600.0  # a submission that may have been taken in is asked about
 HELD_S = 10.0  # who still says something on a stream after that is not away
+AWAY, AWAY_BEHIND = (429, 503), (502, 504)  # of a service, and of a proxy before one
 ENDED = ("completed", "failed", "stopped")
 ANSWER_MAX, ANSWER_WITHIN_S, REFUSAL_MAX = 1 << 28, 600.0, 1 << 20  # bytes, and in which time
 LINE_MAX = 1 << 24  # bytes, of a stream
@@ -259,16 +260,20 @@ class Client:
         try:
             return self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
-            found = _refusal_of(error)
-            said = str(found.get("error", f"HTTP {error.code}"))
-            if error.code in (429, 503):
-                away = ServiceAway(said)
-                away.in_doubt = found.get("in_doubt") is True
-                away.again_s = _again_s(error.headers.get("Retry-After"))
-                raise away from None
-            raise ConfigError(said) from None
+            raise self._refused(error) from None
         except (OSError, http.client.HTTPException) as error:
             raise self._away(error) from None
+
+    def _refused(self, error: urllib.error.HTTPError) -> ElasticError:
+        found = _refusal_of(error)
+        said = found.get("error")
+        if error.code in AWAY or (said is None and error.code in AWAY_BEHIND):
+            silent = f"no service answers at {self.url}: HTTP {error.code}"
+            away = ServiceAway(silent if said is None else str(said))
+            away.in_doubt = found.get("in_doubt") is True
+            away.again_s = _again_s(error.headers.get("Retry-After"))
+            return away
+        return self._stranger(f": HTTP {error.code}") if said is None else ConfigError(str(said))
 
     def _lines(self, job: str, kind: str, follow: bool) -> Iterator[dict[str, Any]]:
         """Of a stream: after a service that was killed it goes on where it was."""
@@ -306,8 +311,9 @@ class Client:
         except (ValueError, RecursionError):
             raise self._stranger() from None
 
-    def _stranger(self) -> ConfigError:
-        return ConfigError(f"--service: who answers at {self.url} is no service of elastic_ft")
+    def _stranger(self, more: str = "") -> ConfigError:
+        what = "is no service of elastic_ft"
+        return ConfigError(f"--service: who answers at {self.url} {what}{more}")
 
 
 def _scheme(url: str) -> str:

@@ -25,6 +25,7 @@ FOLLOWED = (["logs", "a", "-f"], ["events", "a", "-f"])
 class Somebody(ThreadingHTTPServer):
     content = b""
     length: int | None = None  # that is said; None: as it is
+    status = 200
     daemon_threads = True
 
 
@@ -34,7 +35,7 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         content, length = self.server.content, self.server.length
-        self.send_response(200)
+        self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(content) if length is None else length))
         self.end_headers()
         self.wfile.write(content)
@@ -111,3 +112,22 @@ def test_an_answer_has_an_end(
     monkeypatch.setattr(service_client, "ANSWER_WITHIN_S", -1.0)
     assert run_command(["jobs", *where]) == FAILED
     assert "its answer has no end after" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("status", [302, 404, 500, 502, 503, 504])
+def test_a_refusal_that_is_not_ours_says_by_whom(
+    somebody: tuple[Somebody, list[str]], status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``elastic-ft: HTTP 302`` was all. A proxy whose service is away is asked again."""
+    server, where = somebody
+    server.status, server.content = status, b"<html>"
+    away = status > 500
+    for command in ("jobs", "--json"), ("logs", "a", "-f"), ("service", "status"):
+        assert run_command([*command, *where]) == (FAILED if away else BAD_USAGE)
+        said = (
+            f"elastic-ft: no service answers at {where[1]}: HTTP {status}\n"
+            if away
+            else f"elastic-ft: --service: who answers at {where[1]} is no service of "
+            f"elastic_ft: HTTP {status}\n"
+        )
+        assert capfd.readouterr().err == said
