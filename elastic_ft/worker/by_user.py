@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.own_attempt import Running
-from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.errors import ConfigError, ElasticError, ScriptDiffers, UsageError
 from elastic_ft.models.named import NamedSums, checked
 from elastic_ft.worker import same_losses
 from elastic_ft.worker.agreement import sum_over_members
@@ -24,6 +24,7 @@ from elastic_ft.worker.party import Party
 from elastic_ft.worker.same_losses import check_same_losses
 from elastic_ft.worker.steering import Dealt, Done, Ended, MakeHere, Steering
 from elastic_ft.worker.step import Step
+from elastic_ft.worker.traces import user_frames
 from elastic_ft.worker.whereabouts import furthest, without_catching_up
 
 ASIDE = 75  # exit code of a worker that came in at a moment when it could not (EX_TEMPFAIL)
@@ -31,6 +32,8 @@ COMES_LATE = (
     "it has come in between two steps, and can't take part in an evaluation or export that is "
     "made again, as the model is cut: another worker comes in after the next step"
 )
+# What a script raises where something is not there; a collective that broke raises RuntimeError.
+LACKING = (AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 Handed = MakeHere | Dealt | Done | Ended | Step
 
 
@@ -46,6 +49,7 @@ class ByUser:
         self._metrics: dict[str, float] = {}  # named, of the step
         self._alike = False  # ranks are known to name the same
         self._has_trained = True  # this process has made the steps before
+        self._others_have = False  # some have
         # A rank whose code has gone on from the state that others had this generation.
         self._ahead_of_others: int | None = None
         self._untold: dict[str, Any] | None = None  # the metrics of a step not told of yet
@@ -57,12 +61,14 @@ class ByUser:
         own, groups = self._own, loop.groups
         places = [0.0] * groups.world_size
         places[groups.rank or 0] = own.at.place(loop.step)
-        ending, *places = sum_over_members([float(own.ending), *places], groups.world_size)
+        self._has_trained = own.made >= loop.step
+        said = [float(own.ending), float(self._has_trained), *places]
+        ending, trained, *places = sum_over_members(said, groups.world_size)
+        self._others_have = trained > 0
         self._over = ending > 0
         places = without_catching_up(places)
         loop.party = Party(groups, places)
         self._ahead_of_others = furthest(places)
-        self._has_trained = own.made >= loop.step
 
     @property
     def is_over(self) -> bool:
@@ -101,11 +107,25 @@ class ByUser:
         own.at.begin_step(attempt.number)  # not before: who breaks off above is where it was
         self._engine.own.look_ahead(loop.step)
         if body is not None:
-            own.result = body()
+            own.result = self._result_of(body)
         else:
             yield from self._attempted()
         self._engine.end_attempt()
         return Update(running.norm or 0.0, metrics=self._metrics)
+
+    def _result_of(self, body: Callable[[], Any]) -> Any:
+        """Raises ScriptDiffers for what is raised by who has come in, where others have made the
+        steps before: what they have may be what is missing. If not, they raise the same."""
+        try:
+            return body()
+        except LACKING as error:
+            if self._has_trained or not self._others_have or isinstance(error, ElasticError):
+                raise
+            where = f"; {frames[-1]}" if (frames := user_frames(error)) else ""
+            raise ScriptDiffers(
+                f"{type(error).__name__}: {error}, in a step's function of a worker that has come "
+                f"in: what others keep between two steps belongs to ctx.register{where}"
+            ) from error
 
     def _attempted(self) -> Iterator[Handed]:
         own = self._own

@@ -49,19 +49,23 @@ def test_it_may_be_allowed(tmp_path: Path) -> None:
     assert found.result["status"] == "completed", found.story()
 
 
-def test_who_joins_without_what_others_keep_takes_no_part(tmp_path: Path) -> None:
-    """It would draw from what it has collected itself: nothing."""
+@pytest.mark.parametrize(("what", "told_of"), [("kept", "ctx.register"), ("indexed", "KeyError")])
+def test_who_joins_without_what_others_keep_takes_no_part(
+    tmp_path: Path, what: str, told_of: str
+) -> None:
+    """It would draw from what it has collected itself, nothing, or find nothing there; that error
+    ended the job."""
     alone, lost = tmp_path / "alone", tmp_path / "lost"
-    undisturbed = run_job(unshared(alone, "kept", 1), alone / "run")
+    undisturbed = run_job(unshared(alone, what, 1), alone / "run")
     watch = UntilRefused(lost / "told" / "gate")
     fault = PointFault("backward", rank=1, step=4)
-    found = run_job(unshared(lost, "kept", 3), lost / "run", faults=[fault], watch=watch)
+    found = run_job(unshared(lost, what, 3), lost / "run", faults=[fault], watch=watch)
     assert found.result["status"] == "completed", found.story()
     assert [line["step"] for line in found.steps] == [*range(1, STEPS + 1)], found.story()
     for line, of in zip(found.steps, undisturbed.steps, strict=True):
         assert line["loss"] == pytest.approx(of["loss"], rel=CLOSE), line["step"]
     refused = [line["reason"] for line in found.all("worker_refused")]
-    assert refused and all("ctx.register" in why for why in refused), found.story()
+    assert refused and all(told_of in why for why in refused), found.story()
     (unregistered,) = found.all("unregistered")
     assert unregistered["reason"].startswith("average (GRUCell) changes"), found.story()
     ended = [lines for lines in told(lost).values() if lines and lines[-1]["step"] == STEPS]
