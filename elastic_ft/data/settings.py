@@ -45,8 +45,12 @@ def changed_settings(before: Settings, now: Settings) -> frozenset[Path]:
     return frozenset(
         path
         for path in before.keys() | now.keys()
-        if path not in before or path not in now or before[path] != now[path]
+        if path not in before or path not in now or not _is_same(before[path], now[path])
     )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return bool(one == other) or repr(one) == repr(other)  # nan is never equal
 
 
 def put_settings(dataset: Any, settings: Mapping[Path, Any]) -> None:

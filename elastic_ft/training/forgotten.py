@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from elastic_ft.worker.steering import Steering
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 DEPTH_MAX, LEAVES_MAX, SAMPLED = 4, 4096, 4096
 WHY = (
     "{name} ({kind}) changes from step to step, and is not registered: a worker that comes in, and "
@@ -31,9 +34,30 @@ class Forgotten:
         self._functions: dict[Any, Callable[..., Any]] = {}  # by their code
         self._seen: dict[int, tuple[Any, list[Any]]] = {}  # held, so that no other has its id
         self._told: set[int] = set()
+        self._is_blind = False
 
     def begin(self, function: Callable[..., Any], known: Iterable[Any]) -> None:
         """``function`` is about to make a step. ``known``: what is kept already."""
+        self._if_it_can(lambda: self._begin(function, known))
+
+    def look(self, step: int, own: Steering) -> None:
+        """After ``step``: what has changed is told, with few steps."""
+        if not step & (step - 1):
+            own.told += self._if_it_can(lambda: self.changed(own.kept)) or []
+
+    def _if_it_can(self, look: Callable[[], T]) -> T | None:
+        """Objects of the script's may raise anything; then nobody looks any more."""
+        if self._is_blind:
+            return None
+        try:
+            return look()
+        except Exception as error:
+            self._is_blind = True
+            what = f"{type(error).__name__}: {error}"
+            log.info("what is not registered can't be looked for: %s", what)
+            return None
+
+    def _begin(self, function: Callable[..., Any], known: Iterable[Any]) -> None:
         code = getattr(_plain(function), "__code__", None)
         if code is None or _module_of(function).partition(".")[0] == "elastic_ft":
             return
@@ -44,11 +68,6 @@ class Forgotten:
             for _, thing in self._candidates():
                 if id(thing) not in kept and id(thing) not in self._seen:
                     self._seen[id(thing)] = thing, _print_of(thing, owned)
-
-    def look(self, step: int, own: Steering) -> None:
-        """After ``step``: what has changed is told, with few steps."""
-        if not step & (step - 1):
-            own.told += self.changed(own.kept)
 
     def changed(self, known: Iterable[Any]) -> list[str]:
         """A sentence on each that is another since it was looked at last; once on each."""

@@ -295,7 +295,7 @@ class Loop:
         self.send(Note(self.tools.worker, self.generation, event, reason, fields))
 
     def _planned(self, number: int) -> list[Planned]:
-        wanted = self.engine.micro_batches_per_rank(self.plan.counts(number))
+        wanted = self.plan.wanted(number, self.engine.micro_batches_per_rank)
         return self.plan.micro_batches(number, wanted)
 
     def _request(self, number: int) -> None:

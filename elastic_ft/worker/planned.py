@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from elastic_ft.config import Job
@@ -52,10 +52,12 @@ class StepPlan:
         """Where somebody may have come in; and now and then, as ranks may come apart later."""
         return self._is_compared and (step == self._first_step or not step & (step - 1))
 
-    def counts(self, step: int) -> list[int]:
-        """Of micro-batches, of each rank."""
+    def wanted(self, step: int, per_rank: Callable[[Sequence[int]], int]) -> int:
+        """How many micro-batches each rank has at least. ``per_rank``: of what each was dealt."""
         shown = self.compared_at(step)
-        return [len(dealt) + (shown and rank > 0) for rank, dealt in enumerate(self.dealt)]
+        counts = [len(dealt) + (shown and rank > 0) for rank, dealt in enumerate(self.dealt)]
+        # Who was dealt as many as the others may have a collective for each.
+        return max(counts) if shown else per_rank(counts)
 
     def micro_batches(self, step: int, wanted: int) -> list[Planned]:
         """This rank's, at least ``wanted``."""

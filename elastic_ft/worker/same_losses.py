@@ -8,7 +8,8 @@ comes in, it would be another loss, of which nothing else would tell.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -65,19 +66,24 @@ def check_same_losses(
     shown = sum_over_members(everyones, world_size)
     check()
     losses = {r: shown[3 * r + 1] for r in range(world_size) if shown[3 * r]}
-    known = [losses[r] for r in losses if shown[3 * r + 2]]
-    usual = known[0] if known else math.nan
-
-    def is_usual(value: float) -> bool:
-        return abs(value - usual) <= tolerance * max(abs(usual), FLOOR)
-
+    known = {r for r in losses if shown[3 * r + 2]}
+    odd = odd_ranks(losses, known, tolerance)
+    if not odd:
+        return
     least, most = min(losses.values()), max(losses.values())
     why = WHY.format(found=f"{least:.6g} on one rank and {most:.6g} on another", step=step)
-    if not all(map(is_usual, known)) or not known:
+    if not known or odd & known:
         raise ConfigError(why)
-    if rank in losses and not is_usual(losses[rank]):
+    if rank in odd:
         raise ScriptDiffers(why)
     raise GroupBroken(why)
+
+
+def odd_ranks(losses: Mapping[int, float], known: Collection[int], tolerance: float) -> set[int]:
+    """Whose loss is not the usual one, which is that of ``known``, or of all where none is."""
+    usual = statistics.median(losses[r] for r in known or losses)
+    most = tolerance * max(abs(usual), FLOOR)
+    return {r for r, loss in losses.items() if abs(loss - usual) > most}
 
 
 def _spread(count: float, total: float, squares: float) -> float:

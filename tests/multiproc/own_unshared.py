@@ -2,7 +2,8 @@
 
 Arguments: a folder for what it tells; "carried": the step's function goes on from what the
 micro-batch before has left; "kept": it draws from what the loop has collected between steps, which
-nobody has registered; "indexed": it looks a step's number up there, which who joins has not.
+nobody has registered; "indexed": it looks a step's number up there, which who joins has not. And
+"summed": one that is made of what they share, with a collective for each micro-batch.
 """
 
 import copy
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,6 +44,9 @@ def train_step(batch):
             hidden = a * by_step[batch.number - 1]
         elif WHAT == "kept":
             hidden = a * random.choice(collected)
+        elif WHAT == "summed":
+            hidden = a
+            dist.all_reduce(a.sum().clone())
         hidden = cell(a, hidden)
         ctx.backward(F.mse_loss(hidden, b))
         hidden = hidden.detach()

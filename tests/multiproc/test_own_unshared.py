@@ -44,6 +44,13 @@ def test_what_a_micro_batch_leaves_to_the_next_is_refused(tmp_path: Path, strate
     assert len(found.steps) <= 1, found.story()  # the first begins with what all ranks have
 
 
+def test_a_step_may_have_a_collective_for_each_micro_batch(tmp_path: Path) -> None:
+    """Of which all ranks are dealt as many: where losses are compared one had fewer."""
+    found = run_job(unshared(tmp_path, "summed", 2), tmp_path / "run")
+    assert found.result["status"] == "completed", found.story()
+    assert found.all("collective_failed") == [] == found.all("pausing"), found.story()
+
+
 def test_it_may_be_allowed(tmp_path: Path) -> None:
     found = run_job(unshared(tmp_path, "carried", 2, compare_losses=False), tmp_path / "run")
     assert found.result["status"] == "completed", found.story()

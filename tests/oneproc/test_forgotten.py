@@ -103,3 +103,24 @@ def test_names_of_a_function_inside_another_are_seen() -> None:
     step(torch.ones(1))
     (told,) = forgotten.changed([model])
     assert told.startswith("average (Average) changes from step to step")
+
+
+class Strange:
+    """Raises whatever it is asked."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("nobody looks at me")
+
+
+def test_what_can_not_be_looked_at_ends_nothing() -> None:
+    strange, trainer = Strange(), Trainer()
+
+    def step(x: torch.Tensor) -> None:
+        assert strange is not None
+        trainer.step(x)
+
+    forgotten = Forgotten()
+    forgotten.begin(step, trainer.known)
+    step(torch.ones(2, 4))
+    forgotten.begin(step, trainer.known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -143,6 +144,16 @@ class Set(Slow):
     def __getitem__(self, index: int) -> int:
         self.count += 1
         return super().__getitem__(index) + self.level + self.lengths["least"]
+
+
+def test_a_setting_that_is_no_number_has_not_changed() -> None:
+    data = Slow()
+    data.limits = [math.nan, 1.0]  # type: ignore[attr-defined]
+    with Prefetcher(data) as prefetcher:
+        prefetcher.request(1, [(5,)])
+        prefetcher.get(1)
+        data.limits = [float("nan"), 1.0]  # type: ignore[attr-defined]
+        assert not prefetcher.renew()
 
 
 class Opening(Slow):
