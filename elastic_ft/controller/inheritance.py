@@ -24,13 +24,12 @@ from elastic_ft.core.assignment import KEEPER
 from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.accounts import Accounts
+from elastic_ft.observe.inbox_file import snapshot_lines
 from elastic_ft.observe.lines import Line, count_lines, parse_lines
 from elastic_ft.observe.replay import Snapshot, parse_inbox
 from elastic_ft.observe.run_folder import RECORD, RunFolder
 
 log = logging.getLogger(__name__)
-SNAPSHOT = b'"type": "Snapshot"'  # near the beginning of such a line
-HEAD_BYTES = 64
 
 
 class NotAdoptable(Exception):
@@ -141,11 +140,7 @@ class Inheritance:
 def beginnings(content: bytes) -> Iterator[bytes]:
     """The lines from the newest snapshot on, and the policy before it; from older ones on; all."""
     end = content.rfind(b"\n") + 1
-    begin = end
-    while (begin := content.rfind(SNAPSHOT, 0, begin)) >= 0:
-        line = content.rfind(b"\n", 0, begin) + 1
-        if begin - line > HEAD_BYTES or not line:
-            continue  # it is said somewhere in a line
+    for line in snapshot_lines(content):
         policy = content.rfind(b"\n", 0, line - 1) + 1
         yield content[policy:end]
     yield content[:end]

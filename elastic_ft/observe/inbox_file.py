@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 from elastic_ft.observe import files, segments
@@ -11,6 +12,8 @@ from elastic_ft.observe.appended import AppendedFiles
 INBOX_BYTES = 16 << 20  # then it begins anew, with a snapshot of the core's state
 SNAPSHOT_LINES = 1500  # then comes a snapshot between them: told again in a quarter of a second
 SNAPSHOT_SHARE = 20  # of the bytes between two, the later one is no more than one part
+SNAPSHOT = b'"type": "Snapshot"'  # near the beginning of such a line
+HEAD_BYTES = 64
 
 
 class InboxFile(AppendedFiles):
@@ -46,6 +49,16 @@ class InboxFile(AppendedFiles):
             return line
         self._inbox_lines += 1
         return {"line": self._inbox_lines - 1, **line}
+
+    def _count_inbox(self) -> None:
+        """As another has left it: who goes on there has told all since the newest snapshot again,
+        and so would the next one."""
+        path = self.path / "inbox.jsonl"
+        content = path.read_bytes() if path.exists() else b""
+        begin = next(snapshot_lines(content), 0)
+        end = content.find(b"\n", begin) + 1 if begin else 0
+        self._inbox_bytes, self._inbox_lines = len(content), content.count(b"\n")
+        self._since_snapshot = [content.count(b"\n", end), len(content) - end, end - begin]
 
     @property
     def inbox_is_full(self) -> bool:
@@ -86,3 +99,12 @@ class InboxFile(AppendedFiles):
     def _snapshot(self, at_s: float, state: Any, beside: Any) -> dict[str, Any]:
         begun = {"type": "Snapshot", "at_s": at_s, "seq": self._sequence, "state": state}
         return begun if beside is None else begun | {"beside": beside}
+
+
+def snapshot_lines(inbox: bytes) -> Iterator[int]:
+    """Where they begin, the newest first."""
+    begin = inbox.rfind(b"\n") + 1
+    while (begin := inbox.rfind(SNAPSHOT, 0, begin)) >= 0:
+        line = inbox.rfind(b"\n", 0, begin) + 1
+        if line and begin - line <= HEAD_BYTES:  # else it is said somewhere in a line
+            yield line

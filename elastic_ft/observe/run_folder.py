@@ -136,9 +136,7 @@ class RunFolder(InboxFile):
 
     def _count(self) -> None:
         self._sequence = count_lines(self.path / "events.jsonl")
-        inbox = self.path / "inbox.jsonl"
-        self._inbox_bytes = inbox.stat().st_size if inbox.exists() else 0
-        self._inbox_lines = count_lines(inbox)
+        self._count_inbox()
 
     # ----------------------------------------------------------------- writing
 

@@ -21,6 +21,7 @@ from elastic_ft.errors import StoreFailed, Superseded
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe import alive, handover, run_folder, stop_request
 from elastic_ft.observe.files import ASIDE_MAX
+from elastic_ft.observe.inbox_file import SNAPSHOT_LINES
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend, Bytes
@@ -414,3 +415,19 @@ def test_who_stops_a_complete_job_waits_for_no_store(
     assert f"what {folder.url} lacks is in {folder.path}: cannot" in caplog.text
     controller._publisher.close()
     shutil.rmtree(folder.path)
+
+
+def test_controllers_that_follow_on_each_other_soon_make_snapshots(tmp_path: Path) -> None:
+    """Each counted from its own first line: with none that lived for long there never was one, and
+    each told all again since the job's start."""
+    told = list[bool]()
+    for number in range(1, 5):
+        folder = RunFolder(str(tmp_path))
+        folder.take_over(f"run{number}", "job")
+        for _ in range(SNAPSHOT_LINES // 2):
+            told.append(folder.snapshot_is_due)
+            if told[-1]:
+                folder.snapshot(1.0, {"type": "Policy"}, {"step": 1}, {"run": "run1"})
+            folder.record_inbox({"type": "A", "said": '{"type": "Snapshot"'})
+        folder.close()
+    assert [n for n, is_due in enumerate(told) if is_due] == [SNAPSHOT_LINES]
