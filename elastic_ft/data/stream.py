@@ -85,7 +85,6 @@ class SampleStream:
 
     Attributes:
         parts: virtual shards; 1: it is not cut.
-        reads: grows with each sample that is read, used or not.
 
     Raises ConfigError for what can't be exact.
     """
@@ -110,10 +109,14 @@ class SampleStream:
         fitting = gcd(self._source.shards_max, self._micro_batches)
         self.parts = next(n for n in range(min(fitting, PARTS_MAX), 0, -1) if fitting % n == 0)
         self._block, self._seed = max(1, shuffle_buffer), seed
-        self._begin: Callable[[int], None] = lambda number: None
+        self._noted = _Reads()
         self._cursors: dict[int, _VirtualShard] = {}
         self._told: tuple[StreamMark, ...] = (StreamMark(),) * self.parts
-        self.reads = 0
+
+    @property
+    def reads(self) -> int:
+        """Grows with each sample that is read, used or not."""
+        return self._noted.count
 
     @property
     def described(self) -> str:
@@ -129,7 +132,7 @@ class SampleStream:
     def seeded_by(self, begin: Callable[[int], None]) -> None:
         """``begin(number)`` is called before each sample that is read, and before it is known which
         one that is, if any: the same number for the same one, whoever reads."""
-        self._begin = begin
+        self._noted.begin = begin
 
     def __getitem__(self, position: int) -> Any:
         """Raises DataError for a shard without samples, and whatever the dataset does."""
@@ -138,27 +141,22 @@ class SampleStream:
         return self._shard(number).sample(visit * self._micro + offset, self._told[number])
 
     def _shard(self, number: int) -> _VirtualShard:
+        """It knows nothing of the stream: who drops that ends what it reads, at once. A garbage
+        collector would do so in any thread, anywhere, and Hugging Face's streams end threads."""
         if number not in self._cursors:
-
-            def order(block: int, place: int) -> int:
-                key = block * self.parts + number
-                return sample_at(self._seed, key, place, self._block)
-
-            a_step = self._micro * self._micro_batches // self.parts
+            parts, size, seed = self.parts, self._block, self._seed
+            source, noted = self._source, self._noted
+            a_step = self._micro * self._micro_batches // parts
             self._cursors[number] = _VirtualShard(
-                begin=lambda passes, state: self._source.begin(self.parts, number, passes, state),
-                read=lambda at: self._reads(at * self.parts + number),
-                name=f"virtual shard {number} of {self.parts}",
-                order=order,
-                block=self._block,
-                mark_every=max(a_step, self._block),
-                keep=STEPS_KEPT * a_step + 2 * self._block,
+                begin=lambda passes, state: source.begin(parts, number, passes, state),
+                read=lambda at: noted.note(at * parts + number),
+                name=f"virtual shard {number} of {parts}",
+                order=lambda block, place: sample_at(seed, block * parts + number, place, size),
+                block=size,
+                mark_every=max(a_step, size),
+                keep=STEPS_KEPT * a_step + 2 * size,
             )
         return self._cursors[number]
-
-    def _reads(self, number: int) -> None:
-        self.reads += 1
-        self._begin(number)
 
     # --------------------------------------------------------------------------- the marks
 
@@ -215,6 +213,18 @@ class SampleStream:
                 "samples would be others than those that are left"
             )
         self._told = tuple(marks)
+
+
+class _Reads:
+    """What is told before each sample that is read: see ``SampleStream.seeded_by``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.begin: Callable[[int], None] = lambda number: None
+
+    def note(self, number: int) -> None:
+        self.count += 1
+        self.begin(number)
 
 
 class _VirtualShard:

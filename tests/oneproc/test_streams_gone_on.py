@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any
 
 import datasets
@@ -106,6 +108,30 @@ def test_any_world_reads_what_one_rank_would(kind: str, buffer: int) -> None:
                 told = stream.state_dict()
         state = told
         assert found == whole[step]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_is_dropped_ends_what_it_reads(kind: str) -> None:
+    """At once and here. Left to the garbage collector it ends in any thread: in one of Python's own
+    pools, while that holds the lock which Hugging Face's stream needs to end its threads."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = being_read()
+        stream = make(KINDS[kind]())
+        steps(stream, 2)
+        assert being_read() > before
+        del stream
+        assert being_read() == before
+    finally:
+        gc.enable()
+
+
+def being_read() -> int:
+    """Generators of the datasets above that somebody holds."""
+    files = (datasets.__path__[0], __file__)
+    held = [x for x in gc.get_objects() if type(x) is GeneratorType]
+    return sum(x.gi_code.co_filename.startswith(files) for x in held)
 
 
 @pytest.mark.parametrize("buffer", [0, 6])
