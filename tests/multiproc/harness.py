@@ -21,6 +21,7 @@ from elastic_ft.core.state import State
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
+from elastic_ft.hosts.local.local_host import LocalNode
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage.store import open_store
 from tests.observe.undeclared import undeclared
@@ -77,6 +78,12 @@ class StagedHost(LocalHost):
     So each shrunk world is there to be seen, however fast a process starts here, and however long
     the survivors take to pause: one that has to leave a thread behind takes half a second.
     """
+
+    has_keepers = True
+
+    def _start_keeper(self, node: LocalNode) -> None:
+        if self.has_keepers:
+            super()._start_keeper(node)
 
     def _fill(self) -> None:
         if not self._formed:
@@ -200,9 +207,7 @@ def run_job(
     host = StagedHost(nodes)
     folder = RunFolder(folder_url or str(out))
     url = job.checkpoint.url or f"{folder.url}/checkpoints"
-    if not keepers:
-        for node in host._nodes.values():
-            node.keepers_left = 0
+    host.has_keepers = keepers
     running = controller(job, host, folder, url, faults=tuple(faults))
     if on_step is not None:
         running.on_step = lambda line: on_step(running, line)

@@ -137,6 +137,7 @@ def test_standbys_end_before_the_next_controller_has_nothing_to_begin_from(
             _hosting=None,
             _itself=None,
             _delivered=SimpleNamespace(close=lambda: None),
+            _starts=SimpleNamespace(close=lambda: None),
             _standbys=standbys,
             _submitted=submitted,
             _is_over=asyncio.Event(),

@@ -15,9 +15,9 @@ from elastic_ft.hosts.ray import submission
 from elastic_ft.hosts.ray.submission import (
     STARTS_MAX,
     DeliveredNote,
+    Starts,
     Submission,
     Submitted,
-    count_start,
     forget_submission,
     has_begun,
     read_submission,
@@ -41,7 +41,7 @@ def test_what_is_submitted_is_read_and_forgotten(tmp_path: Path, url: str) -> No
     if not url.startswith("memory"):
         (file,) = (tmp_path / "run").iterdir()
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    count_start(here)
+    Starts(here).count()
     forget_submission(here)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
     forget_submission(here)  # again
@@ -63,7 +63,7 @@ def test_what_is_delivered_is_noted_in_any_run_folder(tmp_path: Path, url: str) 
 
 def test_no_folder_is_made_where_nothing_was_submitted(tmp_path: Path) -> None:
     """A controller on a machine that does not see the run folder left one there."""
-    count_start(Submitted(str(tmp_path / "elsewhere"), "0" * 64))
+    Starts(Submitted(str(tmp_path / "elsewhere"), "0" * 64)).count()
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -114,10 +114,31 @@ def test_controllers_that_end_one_after_another_end_the_job(
     for _ in range(2):
         for _ in range(STARTS_MAX):
             now_s += 10.0
-            count_start(here)
+            Starts(here).count()
         now_s += 60.0  # one that lives for longer
     for _ in range(STARTS_MAX):
         now_s += 10.0
-        count_start(here)
+        Starts(here).count()
     with pytest.raises(JobFailed, match=f"{STARTS_MAX} controllers, one after another"):
-        count_start(here)
+        Starts(here).count()
+
+
+def test_controllers_that_commit_steps_are_no_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten faults in a row, nine seconds apart, ended a job whose every controller had been well."""
+    now_s = 1000.0
+    monkeypatch.setattr(submission.time, "time", lambda: now_s)
+    here = submitted(str(tmp_path))
+    for _ in range(2 * STARTS_MAX):
+        now_s += 10.0
+        starts = Starts(here)
+        starts.count()
+        starts.trained()
+        starts.trained()
+        starts.close()
+    for _ in range(STARTS_MAX):
+        now_s += 10.0
+        Starts(here).count()
+    with pytest.raises(JobFailed, match="no step was committed"):
+        Starts(here).count()

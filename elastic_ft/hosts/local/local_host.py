@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from elastic_ft.controller.host import Tell
 from elastic_ft.core.assignment import KEEPER, Assignment, NodeId, WorkerId
 from elastic_ft.core.events import EVERYONES, NodeDraining, NodeLost, WorkerLost, WorkerRaised
+from elastic_ft.hosts.keeper_lives import KeeperLives
 from elastic_ft.hosts.local import orders
 from elastic_ft.hosts.local.to_launcher import ToLauncher
 from elastic_ft.hosts.local.warm import start_warm
@@ -22,7 +24,6 @@ from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.devices import VISIBLE, gpus_of_machine, one_gpu
 
 START_FAILURES_MAX = 5  # before any worker has trained: then the job can't start here
-KEEPER_STARTS_MAX = 4  # on one node
 TOLD_S = 0.2  # without news of processes that should end, one looks for them
 END_S = 10.0  # for a process that was killed to be gone
 
@@ -37,7 +38,7 @@ class LocalNode:
     avoided_until_s: float = 0.0  # on the monotonic clock
     workers: set[WorkerId] = field(default_factory=set)
     keeper: LocalProcess | None = None
-    keepers_left: int = KEEPER_STARTS_MAX
+    keepers: KeeperLives = field(default_factory=KeeperLives)
 
 
 @dataclass(slots=True, eq=False)
@@ -280,11 +281,10 @@ class LocalHost:
         self._processes[worker] = self._start("worker", worker, node, gpu)
 
     def _start_keeper(self, node: LocalNode) -> None:
-        starts = node.alive and not self._closed and node.keepers_left > 0
-        node.keepers_left -= starts
         self._keep_nodes()  # first: a successor is to know the node of each process
-        if starts:
+        if node.alive and node.keeper is None and not self._closed:
             self._keepers += 1
+            node.keepers.begin()
             node.keeper = self._start("keeper", f"keeper{self._keepers}", node, {})
 
     def _start(
@@ -308,7 +308,7 @@ class LocalHost:
             self._ask(orders.KeepNodes(self._noted_nodes()))
 
     def _noted_nodes(self) -> dict[str, Any]:
-        kept = ("slots", "alive", "draining", "ends_at_s", "keepers_left")
+        kept = ("slots", "alive", "draining", "ends_at_s")
         return {name: {k: getattr(node, k) for k in kept} for name, node in self._nodes.items()}
 
     def _await_ends(self, processes: Iterable[LocalProcess], timeout_s: float) -> None:
@@ -409,7 +409,14 @@ class LocalHost:
         for node in self._nodes.values():
             if node.keeper is keeper:
                 node.keeper = None
-                self._start_keeper(node)
+                if pause_s := node.keepers.end():
+                    self._later(pause_s, partial(self._start_keeper_again, node))
+                else:
+                    self._start_keeper(node)
+
+    def _start_keeper_again(self, node: LocalNode) -> None:
+        with self._lock:
+            self._start_keeper(node)
 
     def _worker_ended(self, process: LocalProcess) -> None:
         forked = process.forked

@@ -54,8 +54,8 @@ from elastic_ft.hosts.ray.reports import Barrier, Rounds
 from elastic_ft.hosts.ray.started_by import executable_of
 from elastic_ft.hosts.ray.submission import (
     DeliveredNote,
+    Starts,
     Submitted,
-    count_start,
     forget_submission,
     read_submission,
 )
@@ -121,8 +121,9 @@ class ElasticController(TrainController):
 
     def __init__(self, submitted: Submitted, key: JobKey) -> None:
         self._key = key
+        self._starts = Starts(submitted)
         try:
-            count_start(submitted)
+            self._starts.count()
             self._submitted, self._submission = submitted, read_submission(submitted)
         except StoreFailed as error:  # raised here, it would end the actor: Ray tries again so
             log.error("the controller ends, for another to begin: %s", error)
@@ -215,6 +216,7 @@ class ElasticController(TrainController):
         finally:
             is_ours = self._hosting is None or not self._hosting.host.is_left
             self._delivered.close()
+            self._starts.close()
             if self._standbys is not None:
                 self._standbys.close()
             if is_ours:
@@ -368,7 +370,7 @@ class ElasticController(TrainController):
             # wait for their welcome: what they are told by then has deadlines.
             importlib.import_module("elastic_ft.groups.store_links")
         run = self._submission
-        return Controller(
+        controller = Controller(
             run.job,
             host,
             RunFolder(run.run_url),
@@ -378,6 +380,8 @@ class ElasticController(TrainController):
             accept_changes=run.accept_changes,
             key=self._key,
         )
+        controller.on_step = lambda line: self._starts.trained()
+        return controller
 
     def _launch(
         self,

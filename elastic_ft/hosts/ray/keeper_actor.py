@@ -20,6 +20,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ft.core.assignment import NodeId
+from elastic_ft.hosts.keeper_lives import KeeperLives
 from elastic_ft.hosts.ray.causes import why_gone
 from elastic_ft.hosts.ray.names import NAMESPACE, RunNames
 from elastic_ft.hosts.ray.notices import Metadata, NoticeWatch, cloud_here
@@ -30,7 +31,6 @@ from elastic_ft.keeper.preemption import PreemptionNotice
 from elastic_ft.transport.tls import JobKey
 
 log = logging.getLogger(__name__)
-STARTS_MAX = 4  # on one node
 ASK_AGAIN_S = 0.2
 RESTART_S = 1.0  # the node itself may be gone: that is known by then
 
@@ -128,9 +128,9 @@ class Keepers:
             self._tasks[node] = asyncio.get_running_loop().create_task(self._keep(node, survivor))
 
     async def _keep(self, node: NodeId, actor: ActorHandle[Any] | None) -> None:
-        for _ in range(STARTS_MAX):
-            if self.closed or node in self._lost:
-                break
+        lives = KeeperLives()
+        while not self.closed and node not in self._lost:
+            lives.begin()
             if actor is None:
                 actor = start_keeper(self._names, self._address, self._key, node, self._executable)
             life, actor = KeeperLife(actor), None
@@ -140,7 +140,7 @@ class Keepers:
             await asyncio.wait((ended, given_up), return_when=asyncio.FIRST_COMPLETED)
             ended.cancel()
             given_up.cancel()
-            await asyncio.sleep(RESTART_S)
+            await asyncio.sleep(RESTART_S + lives.end())
 
     def give_up(self, node: NodeId) -> None:
         """Ray may not be able to end a process that is stopped: it is one of ours no more."""

@@ -129,27 +129,53 @@ def has_begun(run_url: str) -> bool:
     return owners.newest(open_store(run_url))[0] is not None
 
 
-def count_start(submitted: Submitted) -> None:
-    """Raises JobFailed where one controller after another has ended early: so would the next.
+class Starts:
+    """Of controllers: where one after another ends early, so would the next. One under which a step
+    was committed did not end for that: it is counted from the next one on."""
 
-    Where the run folder is another machine's, none is made here: ``read`` says so.
-    """
-    folder = local_path(submitted.run_url)
-    if folder is not None and not folder.exists():
-        return
-    name, store = f"{submitted.name}.starts", open_store(submitted.run_url)
-    try:
-        known = [float(at_s) for at_s in json.loads(store.get(name))]
-    except (StoreFailed, ValueError):  # the first, or the store is away: it counts from here
-        known = []
-    known.append(time.time())
-    early = 1
-    while early < len(known) and known[-early] - known[-early - 1] < EARLY_S:
-        early += 1
-    if early > STARTS_MAX:
-        raise JobFailed(f"{early - 1} controllers, one after another, ended within {EARLY_S:g} s")
-    with contextlib.suppress(StoreFailed):
-        store.put(name, json.dumps(known[-STARTS_MAX:]).encode())
+    def __init__(self, submitted: Submitted) -> None:
+        self._submitted, self._name = submitted, f"{submitted.name}.starts"
+        self._forgetting: threading.Thread | None = None
+
+    def count(self) -> None:
+        """This one. Raises JobFailed where it is one too many.
+
+        Where the run folder is another machine's, none is made here: ``read`` says so.
+        """
+        folder = local_path(self._submitted.run_url)
+        if folder is not None and not folder.exists():
+            return
+        store = open_store(self._submitted.run_url)
+        try:
+            known = [float(at_s) for at_s in json.loads(store.get(self._name))]
+        except (StoreFailed, ValueError):  # the first, or the store is away: it counts from here
+            known = []
+        known.append(time.time())
+        early = 1
+        while early < len(known) and known[-early] - known[-early - 1] < EARLY_S:
+            early += 1
+        if early > STARTS_MAX:
+            raise JobFailed(
+                f"{early - 1} controllers, one after another, ended within {EARLY_S:g} s, and no "
+                "step was committed"
+            )
+        with contextlib.suppress(StoreFailed):
+            store.put(self._name, json.dumps(known[-STARTS_MAX:]).encode())
+
+    def trained(self) -> None:
+        """A step was committed: should this controller end, it was not in vain. Returns at once."""
+        if self._forgetting is None:
+            self._forgetting = threading.Thread(target=self._forget, name="starts", daemon=True)
+            self._forgetting.start()
+
+    def _forget(self) -> None:
+        with contextlib.suppress(StoreFailed):  # it counts as early, if it is
+            open_store(self._submitted.run_url, deadline_s=NOTE_DEADLINE_S).delete(self._name)
+
+    def close(self) -> None:
+        """Returns once nothing is written any more, or could be soon."""
+        if self._forgetting is not None:
+            self._forgetting.join(NOTE_DEADLINE_S)
 
 
 class DeliveredNote:
