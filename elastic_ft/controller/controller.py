@@ -70,6 +70,11 @@ class Controller(ControllerOpening, ControllerEnding):
         """This controller's number among all that the job has had, once it has taken it over."""
         return self._publisher.claim.number
 
+    @property
+    def stands_s(self) -> float:
+        """Since it last looked into its inbox, which it does ten times a second."""
+        return time.monotonic() - self._turned_at_s
+
     # ------------------------------------------------------------------- outside
 
     def stop(self, reason: str) -> None:
@@ -140,6 +145,7 @@ class Controller(ControllerOpening, ControllerEnding):
 
     def _turn(self) -> None:
         """All that was told since the last one; timers that are due; a look at who hangs."""
+        self._turned_at_s = time.monotonic()
         self._listen(self._patience_s(self._watchdog.due_s))
         if self._timers.is_due:
             self._listen(0.0)  # what came before the deadline counts, also while others were heard

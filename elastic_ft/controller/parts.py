@@ -88,6 +88,7 @@ class ControllerParts(ABC):
         self._report = ReportAtEnd(run.path, job, run.check_owner)
         self._in_charge = threading.Event()
         self._ended_at_s = time.time()
+        self._turned_at_s = time.monotonic()
         self._closed = self._is_superseded = False
         self._make_ways()
         self._make_watchers()
