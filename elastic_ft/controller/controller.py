@@ -79,6 +79,7 @@ class Controller(ControllerOpening, ControllerEnding):
 
     def stop(self, reason: str) -> None:
         """Asks for a clean stop: the running step, a checkpoint, the end. Twice: at once."""
+        self._stop_reason = self._stop_reason or reason
         self.post(ev.StopRequested(time.time(), reason))
         self.run_folder.hurry()  # where the job has just ended, nobody hears of that event
 
@@ -102,7 +103,8 @@ class Controller(ControllerOpening, ControllerEnding):
             with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
                 self._takeover.resumable()  # before anything is touched
                 # A controller that lives ends with a checkpoint: not a step of it is lost.
-                await_handover(self.run_folder.url, log.info)
+                url = self.run_folder.url
+                await_handover(url, log.info, stopped=lambda: self._stop_reason)
             if ended := self._complete():  # by the one that was asked
                 return ended
         try:
