@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from elastic_ft.data.prefetch import Loaded, Prefetcher
 from elastic_ft.data.reading_processes import ReadingProcesses
+from elastic_ft.errors import DataError
 from elastic_ft.training.loader import collated
 
 DEADLINE_S = 120
@@ -85,3 +87,74 @@ def test_what_is_set_before_the_first_batch_counts() -> None:
             prefetcher.get(1, DEADLINE_S)
         prefetcher.request(2, [(51,)])
         assert numbers(prefetcher.get(2, DEADLINE_S)) == [153.0]
+
+
+def twice(sample: torch.Tensor) -> torch.Tensor:
+    return 2 * sample
+
+
+class Times:
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def __call__(self, sample: torch.Tensor) -> torch.Tensor:
+        return self.by * sample
+
+
+class Plus(Times):
+    def __call__(self, sample: torch.Tensor) -> torch.Tensor:
+        return self.by + sample
+
+
+class Transformed(InFiles):
+    def __init__(self, transform: Any) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = super().__getitem__(index)
+        return sample if self.transform is None else self.transform(sample)
+
+
+OTHERS = {
+    "function": (twice, lambda sample: 3 * sample, 153),
+    "class": (Times(2), Plus(3), 54),
+    "none before": (None, twice, 102),
+    "a function's arguments": (partial(torch.mul, other=2), partial(torch.mul, other=3), 153),
+}
+
+
+@pytest.mark.parametrize(("before", "then", "expected"), OTHERS.values(), ids=OTHERS)
+def test_another_transform_counts_for_the_next_step(before: Any, then: Any, expected: int) -> None:
+    dataset = Transformed(before)
+    with Prefetcher(collated(dataset, None)) as prefetcher:
+        prefetcher.request(1, [(51,)])
+        prefetcher.get(1, DEADLINE_S)
+        dataset.transform = then
+        assert prefetcher.renew()
+        assert numbers(prefetcher.get(1, DEADLINE_S)) == [expected]
+
+
+@pytest.mark.parametrize(("before", "then", "expected"), OTHERS.values(), ids=OTHERS)
+def test_processes_that_have_another_transform_read_nothing_by_it(
+    before: Any, then: Any, expected: int
+) -> None:
+    """It can't be sent to them: values can."""
+    dataset = Transformed(before)
+    with reading(dataset) as prefetcher:
+        prefetcher.request(1, [(51,)])
+        prefetcher.get(1, DEADLINE_S)
+        dataset.transform = then
+        assert prefetcher.renew()
+        with pytest.raises(DataError, match=r"dataset\.transform.* num_workers=0"):
+            prefetcher.get(1, DEADLINE_S)
+
+
+def test_no_transform_can_be_sent() -> None:
+    dataset = Transformed(twice)
+    with reading(dataset) as prefetcher:
+        prefetcher.request(1, [(51,)])
+        prefetcher.get(1, DEADLINE_S)
+        dataset.transform = None
+        assert prefetcher.renew()
+        assert numbers(prefetcher.get(1, DEADLINE_S)) == [51.0]
