@@ -57,7 +57,10 @@ class Followed:
 
     def _last_words(self) -> str:
         """Of a controller that could say why it failed."""
-        last = next(reversed(RunReader(self._url).events()), {})
+        try:
+            last = next(reversed(RunReader(self._url).events()), {})
+        except ConfigError:  # it can't be read: that nobody is alive is known all the same
+            return ""
         return str(last["reason"]) if last.get("event") == "controller_failed" else ""
 
     def _look_always(self) -> None:

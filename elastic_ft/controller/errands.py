@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 
+log = logging.getLogger(__name__)
+
 
 class Errands:
     """Does one thing after another, or ``at_a_time``; a thing that hangs for ever keeps no process
-    alive."""
+    alive, and one that raises is told of in the log alone."""
 
     def __init__(self, name: str, at_a_time: int = 1) -> None:
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -23,7 +26,10 @@ class Errands:
 
     def _run(self) -> None:
         while (errand := self._todo.get()) is not None:
-            errand()
+            try:
+                errand()
+            except Exception:  # who needs to know catches it: here it would end all that come after
+                log.exception("%s: an errand ended so", threading.current_thread().name)
 
     def submit(self, errand: Callable[[], None]) -> None:
         self._todo.put(errand)

@@ -28,6 +28,8 @@ PASSED_OVER_S = 1.0  # how often it is looked at what a stream passes over, and 
 class Readers(Protocol):
     """Who else reads, beside this process: see ``data.reading_processes``."""
 
+    made_with: Settings
+
     @property
     def readers(self) -> Sequence[Callable[[SampleIds], Loaded]]: ...
 
@@ -35,7 +37,7 @@ class Readers(Protocol):
         """Those that would never answer."""
 
     def set(self, settings: Settings) -> None:
-        """Of the dataset, for what is read from now on."""
+        """Of the dataset, those that were changed: for what is read from now on."""
 
     def close(self) -> None: ...
 
@@ -70,7 +72,9 @@ class Prefetcher:
         self._readers = others.readers if others is not None else [self._read]
         self._reading: set[tuple[int, SampleIds]] = set()
         self._delivered: tuple[int, list[SampleIds]] = (0, [])
-        self._settings: Settings | None = None  # by which is read
+        # By which is read.
+        self._settings: Settings | None = others.made_with if others is not None else None
+        self._ever_changed: frozenset[Path] = frozenset()
         self._own_settings: frozenset[Path] | None = None  # that reading itself changes
         self._version, self._renewed_at = 0, 0  # of the settings; the step, until the next is got
         self._changed = threading.Condition()
@@ -155,15 +159,17 @@ class Prefetcher:
         is kept of these, and what was delivered last is wanted again."""
         with self._changed:
             own, now = self._own_settings or frozenset(), settings_of(self._dataset)
-            if not changed_settings(self._settings or {}, now) - own:
+            changed = changed_settings(self._settings or {}, now) - own
+            if not changed:
                 return False
             self._settings, self._version = now, self._version + 1
+            self._ever_changed |= changed
             self._loaded.clear()
             self._failed.clear()
             step, micro_batches = self._delivered
             self._wanted[step], self._renewed_at = micro_batches, step
             if self._others is not None:
-                self._others.set({path: now[path] for path in now.keys() - own})
+                self._others.set({path: now[path] for path in now.keys() & self._ever_changed})
             self._changed.notify_all()
             return True
 

@@ -30,7 +30,7 @@ import torch.multiprocessing  # tensors are sent by shared memory from here on
 from elastic_ft.core.batches import SampleIds
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.reading import Loaded, read_micro_batch
-from elastic_ft.data.settings import Settings, put_settings
+from elastic_ft.data.settings import Path, Settings, changed_settings, put_settings, settings_of
 from elastic_ft.errors import DataError
 from elastic_ft.models.imports import one_line
 
@@ -49,12 +49,14 @@ class ReadingProcesses:
 
     Attributes:
         readers: of each process.
+        made_with: the dataset's settings as the processes were made.
     """
 
     def __init__(
         self, dataset: Any, count: int, seed: int, context: BaseContext | None = None
     ) -> None:
         made: Any = context or multiprocessing.get_context("fork")
+        self.made_with = settings_of(dataset)
         self.readers = [ReadingProcess(made, n, dataset, seed) for n in range(count)]
 
     @property
@@ -67,7 +69,7 @@ class ReadingProcesses:
             reader.end_stopped()
 
     def set(self, settings: Settings) -> None:
-        """Of the dataset, for what is read from now on."""
+        """Of the dataset, those that were changed: for what is read from now on."""
         for reader in self.readers:
             reader.settings = settings
 
@@ -213,16 +215,33 @@ def _watch(sentinel: int, parent: int | None) -> None:
 
 
 def _answer(end: Connection, dataset: Any, seed: int) -> None:
-    draws = Draws(lambda: seed)
+    reads = _Reads(dataset, seed)
     while True:
         wanted, settings = end.recv()
         try:
-            put_settings(dataset, settings)
-            end.send_bytes(_packed(read_micro_batch(dataset, dataset.collate, draws, wanted)))
+            end.send_bytes(_packed(reads.read(wanted, settings)))
         except (BrokenPipeError, ConnectionError):
             return
         except Exception as error:  # the user's dataset may raise anything; the parent raises it
             end.send(_carried(error))
+
+
+class _Reads:
+    """What reading itself sets stays as it is here: it belongs to what the dataset has open."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._draws = dataset, Draws(lambda: seed)
+        self._own: frozenset[Path] = frozenset()
+
+    def read(self, wanted: SampleIds, settings: Settings) -> Loaded:
+        """Raises whatever the dataset does; DataError for settings of what it has not."""
+        dataset = self._dataset
+        put_settings(dataset, {p: value for p, value in settings.items() if p not in self._own})
+        before = settings_of(dataset)
+        try:
+            return read_micro_batch(dataset, dataset.collate, self._draws, wanted)
+        finally:
+            self._own |= changed_settings(before, settings_of(dataset))
 
 
 class _Packing(ForkingPickler):

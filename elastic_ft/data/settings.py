@@ -1,15 +1,17 @@
 """Plain attributes of a dataset, by which a script may say what its samples are: a level, a length.
 
 A script sets them between two steps (a curriculum, an epoch's number). Samples are read ahead, and
-by processes that were forked before: what was read with other settings is read again.
+by processes that were forked before: what was read with other settings is read again. Of what is
+called (a transform) it is seen that it is another one, which no process forked before can have.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from elastic_ft.errors import DataError
 
@@ -28,6 +30,12 @@ OTHERS = (
     "tokenizers",
     "transformers",
 )
+
+
+class Called(NamedTuple):
+    """Of what is called: its function with plain arguments, or its class."""
+
+    name: str
 
 
 def settings_of(dataset: Any) -> Settings:
@@ -62,7 +70,10 @@ def put_settings(dataset: Any, settings: Mapping[Path, Any]) -> None:
             owner = dataset
             for part in above:
                 owner = _part(owner, part)
-            vars(owner)[last] = value
+            if not isinstance(value, Called):
+                vars(owner)[last] = value
+            elif _kind_of(owner[last] if isinstance(last, int) else vars(owner)[last]) != value:
+                raise LookupError
         except (LookupError, TypeError):
             raise DataError(
                 f"the dataset's {'.'.join(map(str, path))} was made after its reading processes "
@@ -85,6 +96,7 @@ def _walk(owner: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
     seen.add(id(owner))
     for name, value in list(vars(owner).items()):  # another thread may read, and set some
         here = (*path, name)
+        yield from _kind_at(here, value)
         if isinstance(value, SCALARS):
             yield here, value
         elif isinstance(value, types.MethodType):
@@ -104,7 +116,37 @@ def _walk_items(
         yield path, copy.copy(value)
     elif not isinstance(value, dict):
         for place, item in enumerate(plain):
+            yield from _kind_at((*path, place), item)
             yield from _walk(item, (*path, place), seen)
+
+
+def _kind_at(path: Path, value: Any) -> Iterator[tuple[Path, Called]]:
+    if callable(value):
+        yield path, _kind_of(value)
+
+
+def _kind_of(value: Any) -> Called:
+    if isinstance(value, functools.partial):
+        given = _plain((*value.args, *value.keywords, *value.keywords.values()))
+        return Called(f"{_kind_of(value.func).name}{given}")
+    made = value.__func__ if isinstance(value, types.MethodType) else value
+    if isinstance(made, types.FunctionType):
+        kept = (_content(cell) for cell in made.__closure__ or ())
+        given = _plain((made.__code__.co_firstlineno, *(made.__defaults__ or ()), *kept))
+        return Called(f"{made.__module__}.{made.__qualname__}{given}")
+    made = made if isinstance(made, (type, types.BuiltinFunctionType)) else type(made)
+    return Called(f"{made.__module__}.{made.__qualname__}")
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _plain(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, SCALARS)]
 
 
 def _may_have_settings(owner: Any) -> bool:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from elastic_ft.errors import ConfigError, JobFailed
+from elastic_ft.errors import ConfigError, JobFailed, StoreFailed
 from elastic_ft.observe import alive
 from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.storage import owners
@@ -31,13 +31,13 @@ def stop(run_url: str, now: bool, say: Callable[[str], object], timeout_s: float
     """
     stopping = _Stopping(run_url, now, say)
     vigil, pause, until_s = alive.Vigil(run_url), threading.Event(), time.monotonic() + timeout_s
-    while not stopping.look():
+    while not (ended := stopping.look()):
         if dead := vigil.look():
             raise JobFailed(f"{run_url}: nothing is to be stopped: {dead}")
         if time.monotonic() > until_s:
             raise JobFailed(f"{run_url}: not stopped after {timeout_s:g} s; {stopping.stands()}")
         pause.wait(POLL_S)
-    return _end(run_url)
+    return ended
 
 
 class _Stopping:
@@ -49,22 +49,23 @@ class _Stopping:
         self._store = open_store(run_url, deadline_s=alive.READ_DEADLINE_S)
         self._asked = self._away = ""
 
-    def look(self) -> bool:
-        """Whether the job has ended. Raises ConfigError where it had before; StoreFailed where
-        nothing can be read from the start, and waiting is no help."""
+    def look(self) -> str:
+        """How the job has ended; "" if it has not. Raises ConfigError where it had before;
+        StoreFailed where nothing can be read from the start, and waiting is no help."""
         try:
-            has_ended = self._look()
-        except StoreError as error:
-            if not self._asked and error.kind not in MAY_PASS:
+            ended = self._look()
+        except StoreFailed as error:
+            may_pass = isinstance(error, StoreError) and error.kind in MAY_PASS
+            if not self._asked and not may_pass:
                 raise
             if not self._away:
                 self._say(f"the run folder's store is away, and is tried again: {error}")
             self._away = str(error)
-            return False
+            return ""
         self._away = ""
-        return has_ended
+        return ended
 
-    def _look(self) -> bool:
+    def _look(self) -> str:
         owner, ended = owners.newest(self._store)
         if owner is None:
             raise ConfigError(f"{self._url}: not a run folder: no controller was ever here")
@@ -75,7 +76,7 @@ class _Stopping:
             self._asked = owner.run
             at_once = " at once" if self._now else ""
             self._say(f"run {owner.run}, on {owner.host}, is asked to stop{at_once}")
-        return ended
+        return _end(self._url) if ended else ""
 
     def stands(self) -> str:
         """What has become of the request."""
@@ -99,7 +100,8 @@ def _ask(store: Store, run: str, now: bool) -> None:
 
 
 def _end(run_url: str) -> str:
-    result = RunReader(run_url).result()
+    """In words. Raises StoreFailed."""
+    result = RunReader(run_url).known_result()
     if not result:
         return "without a result"
     return f"{result['status']}: {result['reason'] or 'all steps are done'}"

@@ -17,8 +17,8 @@ SMALL = 1 << 16  # bytes of JSON that are read at once
 
 
 def bytes_of(request: web.Request) -> int:
-    """That its body may take, at most."""
-    if not request.can_read_body:
+    """That its body may take, at most. Nobody reads one of who only looks."""
+    if not request.can_read_body or request.method in ("GET", "HEAD"):
         return 0
     said = request.content_length
     packed = "Content-Encoding" in request.headers

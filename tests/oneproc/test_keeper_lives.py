@@ -84,3 +84,27 @@ def test_ray_is_asked_for_a_keeper_until_its_node_is_lost(monkeypatch: pytest.Mo
 
     asyncio.run(keep())
     assert started == ["n0"] * LIVES
+
+
+def test_an_end_does_not_wait_for_a_keeper_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others have minutes to save what they have; who is in a pause has nothing."""
+    ended = asyncio.Event()
+    monkeypatch.setattr(keeper_lives, "AGAIN_S", (300.0,))
+
+    async def ends_at_once(actor: Any) -> None:
+        ended.set()
+
+    monkeypatch.setattr(keeper_actor, "_await_end", ends_at_once)
+    monkeypatch.setattr(keeper_actor, "start_keeper", lambda *args: SimpleNamespace())
+
+    async def close_in_a_pause() -> None:
+        keepers = Keepers(SimpleNamespace(), set())  # type: ignore[arg-type]
+        keepers.keep("n0")
+        await ended.wait()
+        keepers.close()
+        async with asyncio.timeout(20.0):
+            await keepers.await_end(60.0)
+
+    asyncio.run(close_in_a_pause())

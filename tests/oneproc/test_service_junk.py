@@ -100,6 +100,19 @@ def test_bodies_under_way_have_room_for_others_too(tmp_path: Path) -> None:
         served.close()
 
 
+def test_a_body_that_nobody_reads_takes_no_room(served: Served) -> None:
+    """Of those who follow, each with a body that is to come: none was left for a job."""
+    served.api._room = Room(2 * BODY_MAX, 2 * BODY_MAX)
+    job = served.client().submit(JOB)["id"]
+    head = f"GET /api/v1/jobs/{job}/steps HTTP/1.1\r\nHost: localhost\r\n"
+    with contextlib.ExitStack() as opened:
+        for _ in range(2):
+            reader = opened.enter_context(reached(served))
+            reader.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+            assert b" 200 " in reader.recv(4096).splitlines()[0]
+        assert served.client().submit(JOB)["id"] == "tiny-2"
+
+
 def test_a_body_of_another_kind_is_not_read(served: Served) -> None:
     with reached(served) as stranger:
         head = "POST /api/v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\n"

@@ -148,6 +148,33 @@ def test_a_minute_without_the_store_is_outlasted(
     assert "stopped: " in said.out.splitlines()[-1]
 
 
+def test_how_a_stopped_job_has_ended_is_read_once_it_can_be(
+    proxy: ObjectStoreProxy,
+    running: RunFolder,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was "without a result" where the store was away just then."""
+    monkeypatch.setattr(run_reader, "READ_DEADLINE_S", 0.5)
+
+    def go_on() -> None:
+        until(lambda: running.is_asked(stop_request.NAME))
+        proxy.set(StoreFault("busy", methods=("GET",), path=r"result\.json"))
+        running.write_result(RESULT | {"status": "stopped", "reason": "asked"})
+        running.close()
+        until(lambda: proxy.fired["busy"] >= REQUESTS_LOST / 4 or has_ended.is_set())
+        proxy.set()
+
+    others, has_ended = threading.Thread(target=go_on), threading.Event()
+    others.start()
+    code = run_command(["stop", running.url])
+    has_ended.set()
+    others.join()
+    said = capfd.readouterr()
+    assert (code, said.err) == (COMPLETED, "")
+    assert said.out.splitlines()[-1] == "stopped: asked"
+
+
 def test_a_local_interrupt_waits_for_no_store_before_the_job_has_begun(
     s3: S3Server, proxy: ObjectStoreProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ it has when its controller is killed. So it is detached, and ends itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
@@ -105,7 +106,6 @@ class Keepers:
         executable: that Ray starts them with; "": Python.
 
     Attributes:
-        closed: no other is started.
         until_s: on the monotonic clock, for how long they may save what they have.
     """
 
@@ -115,12 +115,16 @@ class Keepers:
         self._key = JobKey(b"")
         self._lives: dict[NodeId, KeeperLife] = {}
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
-        self.closed = False
+        self._closed = asyncio.Event()
         self.until_s = 0.0
 
     def serve(self, address: tuple[str, int], key: JobKey) -> None:
         """The controller's."""
         self._address, self._key = address, key
+
+    def close(self) -> None:
+        """No other is started from now on."""
+        self._closed.set()
 
     def keep(self, node: NodeId, survivor: ActorHandle[Any] | None = None) -> None:
         """From now on there is one: ``survivor``, of an earlier controller, or a new one."""
@@ -129,7 +133,7 @@ class Keepers:
 
     async def _keep(self, node: NodeId, actor: ActorHandle[Any] | None) -> None:
         lives = KeeperLives()
-        while not self.closed and node not in self._lost:
+        while not self._closed.is_set() and node not in self._lost:
             lives.begin()
             if actor is None:
                 actor = start_keeper(self._names, self._address, self._key, node, self._executable)
@@ -140,7 +144,8 @@ class Keepers:
             await asyncio.wait((ended, given_up), return_when=asyncio.FIRST_COMPLETED)
             ended.cancel()
             given_up.cancel()
-            await asyncio.sleep(RESTART_S + lives.end())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), RESTART_S + lives.end())
 
     def give_up(self, node: NodeId) -> None:
         """Ray may not be able to end a process that is stopped: it is one of ours no more."""

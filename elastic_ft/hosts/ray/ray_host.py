@@ -399,7 +399,8 @@ class RayHost:
     # ---------------------------------------------------------------------- the end
 
     def _stop_keeping(self) -> None:
-        self._closed = self._keepers.closed = True
+        self._closed = True
+        self._keepers.close()
         self._wanted = 0
         for hosted in list(self._hosted.values()):
             if hosted.worker not in self._group.members:
@@ -407,7 +408,8 @@ class RayHost:
         self._placements.clear()
 
     def _forget_everybody(self) -> None:
-        self._closed = self._keepers.closed = True
+        self._closed = True
+        self._keepers.close()
         for hosted in self._hosted.values():
             if hosted.task is not None:
                 hosted.task.cancel()
