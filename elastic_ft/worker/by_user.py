@@ -21,7 +21,7 @@ from elastic_ft.worker import same_losses
 from elastic_ft.worker.agreement import sum_over_members
 from elastic_ft.worker.loop import Loop, Made, Making
 from elastic_ft.worker.party import Party
-from elastic_ft.worker.same_losses import check_same_losses
+from elastic_ft.worker.same_losses import Compared, check_same_losses
 from elastic_ft.worker.steering import Dealt, Done, Ended, MakeHere, Steering
 from elastic_ft.worker.step import Step
 from elastic_ft.worker.traces import user_frames
@@ -164,8 +164,8 @@ class ByUser:
             check_named_alike(named.names, world)
             self._alike = True
         compared = [*map(float, sums), *(float(x) * x for x in sums)]
-        first = self._first() if attempt.is_compared else None
-        shown = same_losses.told(first) if attempt.is_compared else []
+        made = self._compared()
+        shown = same_losses.told(made) if attempt.is_compared else []
         agreed = attempt.agree(loss, terms, squares, [*shown, *compared, *named.sums()])
         seen, more = agreed.more[: len(shown)], agreed.more[len(shown) :]
         summed, squared = more[:count], more[count : 2 * count]
@@ -176,22 +176,21 @@ class ByUser:
                 "it of what all ranks have (the step's loss, sums of ctx.evaluate), or leave it out"
             )
         if seen:
-            self._check_first(loop, first, seen)
+            self._check_first(loop, made, seen)
         self._rate = self._engine.optimizers[0].param_groups[0]["lr"]
         return agreed.tokens, agreed.squares
 
-    def _first(self) -> float | None:
-        """The loss of the global batch's first micro-batch here. None: the function told none of
+    def _compared(self) -> Compared:
+        """The losses of the global batch's first micro-batch here. None: the function told none of
         padding."""
-        running = self._engine.running
-        if running is None or running.first is None:
-            return None
-        return float(running.first) or None
+        found = self._engine.running.compared if self._engine.running is not None else []
+        losses = [float(loss) or None for loss in found]
+        return Compared(*losses[:2]) if losses else Compared(None)
 
-    def _check_first(self, loop: Loop, first: float | None, seen: Sequence[float]) -> None:
+    def _check_first(self, loop: Loop, made: Compared, seen: Sequence[float]) -> None:
         engine, groups = self._engine, loop.groups
         place = (groups.rank or 0, groups.world_size, self._has_trained, loop.step + 1)
-        check_same_losses(first, seen, *place, engine.device, engine.check_groups)
+        check_same_losses(made, seen, *place, engine.device, engine.check_groups)
 
     def rate(self, step: int) -> float:
         return float(self._rate)

@@ -1,15 +1,17 @@
 """A loop whose loss depends on what ranks do not share.
 
 Arguments: a folder for what it tells; "carried": the step's function goes on from what the
-micro-batch before has left; "kept": it draws from what the loop has collected between steps, which
+micro-batch before has left; "kept": it reads what the loop has collected between steps, which
 nobody has registered; "indexed": it looks a step's number up there, which who joins has not. And
-"summed": one that is made of what they share, with a collective for each micro-batch.
+"summed": one that is made of what they share, with a collective for each micro-batch. "gathered":
+the features of all ranks are in it, as in contrastive losses. "nan": as "kept", and no loss of who
+joins is a number.
 """
 
 import copy
 import json
+import math
 import os
-import random
 import sys
 from pathlib import Path
 
@@ -43,10 +45,16 @@ def train_step(batch):
         if WHAT == "indexed":
             hidden = a * by_step[batch.number - 1]
         elif WHAT == "kept":
-            hidden = a * random.choice(collected)
+            hidden = a * (sum(collected) / len(collected))
         elif WHAT == "summed":
             hidden = a
             dist.all_reduce(a.sum().clone())
+        elif WHAT == "nan":
+            hidden = a * (1.0 if len(collected) == batch.number else math.nan)
+        elif WHAT == "gathered":
+            everyones = [torch.zeros_like(a) for _ in range(ctx.world_size)]
+            dist.all_gather(everyones, a)
+            hidden = a + torch.stack(everyones).mean(0)
         hidden = cell(a, hidden)
         ctx.backward(F.mse_loss(hidden, b))
         hidden = hidden.detach()

@@ -40,7 +40,7 @@ def test_what_a_micro_batch_leaves_to_the_next_is_refused(tmp_path: Path, strate
     )
     found = run_job(job, tmp_path / "run")
     assert found.result["status"] == "failed", found.story()
-    assert "depends on what ranks do not share" in found.result["reason"], found.story()
+    assert "the micro-batch before has left (a hidden state" in found.result["reason"]
     assert len(found.steps) <= 1, found.story()  # the first begins with what all ranks have
 
 
@@ -51,12 +51,23 @@ def test_a_step_may_have_a_collective_for_each_micro_batch(tmp_path: Path) -> No
     assert found.all("collective_failed") == [] == found.all("pausing"), found.story()
 
 
+def test_a_loss_of_what_all_ranks_are_dealt_is_refused(tmp_path: Path) -> None:
+    """All ranks made the same of the first micro-batch, as each was given that at the same time:
+    two workers trained on another loss than three, which waited for each other besides."""
+    found = run_job(unshared(tmp_path, "gathered", 2), tmp_path / "run")
+    assert found.result["status"] == "failed", found.story()
+    assert "features gathered over ranks" in found.result["reason"], found.story()
+    assert not found.steps, found.story()
+
+
 def test_it_may_be_allowed(tmp_path: Path) -> None:
     found = run_job(unshared(tmp_path, "carried", 2, compare_losses=False), tmp_path / "run")
     assert found.result["status"] == "completed", found.story()
 
 
-@pytest.mark.parametrize(("what", "told_of"), [("kept", "ctx.register"), ("indexed", "KeyError")])
+@pytest.mark.parametrize(
+    ("what", "told_of"), [("kept", "ctx.register"), ("indexed", "KeyError"), ("nan", "nan on")]
+)
 def test_who_joins_without_what_others_keep_takes_no_part(
     tmp_path: Path, what: str, told_of: str
 ) -> None:
