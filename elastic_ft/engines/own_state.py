@@ -76,6 +76,10 @@ class OwnState:
         self._objects[name] = thing
 
     @property
+    def names(self) -> list[str]:
+        return list(self._objects)
+
+    @property
     def things(self) -> list[Any]:
         return list(self._objects.values())
 
@@ -182,14 +186,10 @@ class OwnState:
             for name, own in zip(self._objects, self._sums, strict=True)
         ]
 
-    def differing(self, summed: list[float], squared: list[float], world_size: int) -> str:
-        """The first object of which ranks have different states, "" if there is none.
-
-        Args:
-            summed, squared: over ranks, of ``sums`` and of their squares.
-        """
-        pairs = zip(self._objects, summed, squared, strict=True)
-        return next((n for n, s, q in pairs if world_size * q != s * s), "")
+    def sum_of_groups(self) -> int:
+        """A checksum of what optimizers' groups say now, whatever was captured."""
+        groups = [hyper.state_dict() for hyper in self.of_kind(Hyper)]
+        return _checksum(_pack("groups", groups, {}, {}))
 
 
 def _check_alike(name: str, before: torch.Tensor, now: torch.Tensor) -> None:

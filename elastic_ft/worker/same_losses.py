@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_ft.errors import ConfigError, GroupBroken, ScriptDiffers
+from elastic_ft.errors import ConfigError
 from elastic_ft.worker.agreement import sum_over_members
+from elastic_ft.worker.odd_ranks import raise_for
 
 FLOOR = 0.1  # of a loss: less is compared with this
 TOLERANCE = {"cpu": 1e-4}  # relative; by type of device
@@ -31,10 +32,10 @@ WHY = (
 
 AGAIN = (
     "@ctx.step: the loss of one micro-batch is {first:.6g}, and {again:.6g} when it is made a "
-    "second time in step {step}, beside others of the other ranks: it depends on what ranks are dealt "
-    "(features gathered over ranks), or on what the micro-batch before has left (a hidden state, a "
-    "buffer that a forward changes, a generator of the script's own): make it of the micro-batch "
-    "and the weights alone; or say loop.compare_losses: false"
+    "second time in step {step}, beside others of the other ranks: it depends on what ranks are "
+    "dealt (features gathered over ranks), or on what the micro-batch before has left (a hidden "
+    "state, a buffer that a forward changes, a generator of the script's own): make it of the "
+    "micro-batch and the weights alone; or say loop.compare_losses: false"
 )
 
 
@@ -72,8 +73,7 @@ def check_same_losses(
 ) -> None:
     """Raises where ranks make different losses of one micro-batch; a collective, but only then.
 
-    Who has come in without what the others have: ScriptDiffers there, GroupBroken elsewhere.
-    ConfigError where those differ who have made the steps before, or rank 0 from itself.
+    Who is at fault: see ``odd_ranks.raise_for``. ConfigError where rank 0 differs from itself.
 
     Args:
         summed: what all have ``told``.
@@ -91,15 +91,9 @@ def check_same_losses(
     if has_again and _differ(losses[0], again, tolerance):
         raise ConfigError(AGAIN.format(first=losses[0], again=again, step=step))
     odd = odd_ranks(losses, known, tolerance)
-    if not odd:
-        return
-    least, most = (found(losses.values(), key=_order) for found in (min, max))
-    why = WHY.format(found=f"{least:.6g} on one rank and {most:.6g} on another", step=step)
-    if not known or odd & known:
-        raise ConfigError(why)
-    if rank in odd:
-        raise ScriptDiffers(why)
-    raise GroupBroken(why)
+    least, most = (most_of(losses.values(), key=_order) for most_of in (min, max))
+    found = f"{least:.6g} on one rank and {most:.6g} on another"
+    raise_for(odd, known, rank, WHY.format(found=found, step=step))
 
 
 def shown(made: Compared, rank: int, world_size: int, has_trained: bool) -> list[float]:
