@@ -92,6 +92,7 @@ class ReadingProcess:
         self._context, self._of = context, (dataset, seed)
         self._name, self._lock, self._closed = f"data-{number}", threading.Lock(), False
         self.settings: Settings = {}
+        self._told: Settings = {}  # to the process that runs
         self._process, self._end = self._start()
 
     @property
@@ -128,6 +129,7 @@ class ReadingProcess:
                 raise DataError("the processes that read samples have ended")
             self._end.close()
             self._process, self._end = self._start()
+            self._told = {}
         try:
             return self._ask(wanted)
         except (EOFError, OSError) as error:
@@ -137,8 +139,10 @@ class ReadingProcess:
             ) from error
 
     def _ask(self, wanted: SampleIds) -> Loaded | Exception:
-        self._end.send((wanted, self.settings))
+        settings = self.settings
+        self._end.send((wanted, settings if settings is not self._told else {}))
         answer: Loaded | Exception = self._end.recv()
+        self._told = settings
         return answer
 
     def _end_in_words(self) -> str:
