@@ -276,6 +276,27 @@ def test_stages_take_a_tokenizers_batches(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "strategy", "world", "parallel"),
+    [
+        ("decoder", "fsdp", 4, {"tp": 2}),
+        ("decoder tied", "ddp", 3, {"tp": 3, "loss_chunk_tokens": 5}),
+        ("decoder", "ddp", 4, {"pp": 2, "tp": 2}),
+        ("decoder", "ddp", 4, {"cp": 2, "tp": 2}),
+        ("llama", "fsdp", 4, {"tp": 2}),
+    ],
+)
+def test_batches_of_any_length(
+    pool: Pool, train: Train, model: str, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    """Tensor-parallel ranks share positions between layers, whose number they need not divide."""
+    data = {"path": "tests.multiproc.tiny:of_any_length", "kwargs": {}}
+    one, many = job_of(model, data=data), job_of(model, strategy, parallel=parallel, data=data)
+    assert_close(train(many, world), train(one, 1), EXACT)
+    (alone,) = pool(held_out_loss, one, world=1)
+    assert pool(held_out_loss, many, world=world) == pytest.approx([alone] * world, rel=EXACT)
+
+
+@pytest.mark.parametrize(
     ("model", "data", "strategy", "world"),
     [("decoder", "packed", "ddp", 2), ("llama tied", "ragged", "fsdp", 4)],
 )
