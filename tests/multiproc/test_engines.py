@@ -55,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model": {"transformers": LLAMA | {"model_type": "mixtral"} | EXPERTS}},
     "qwen3": {"model": {"transformers": LLAMA | {"model_type": "qwen3", "head_dim": 4}}},
     "own": {"model": {"path": "tests.multiproc.tiny:mixer", "kwargs": {}}},
+    "recurring": {"model": {"path": "tests.multiproc.tiny:recurring", "kwargs": {}}},
     "routed": {"model": {"path": "tests.multiproc.tiny:routed", "kwargs": {}}},
     "mixture": {"model": OF_EXPERTS},
     "decoder": {},
@@ -245,6 +246,14 @@ def test_tied_embeddings_in_two_stages(
 ) -> None:
     alone = train(job_of("decoder tied"), 1)
     assert_close(train(job_of("decoder tied", strategy, parallel=parallel), world), alone, EXACT)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])
+def test_layers_that_share_a_weight(train: Train, strategy: str, world: int) -> None:
+    parallel = {"shard_size": 2} if strategy == "hsdp" else {}
+    batch = COMMON["batch"]
+    found = train(job_of("recurring", strategy, parallel=parallel, batch=batch), world)
+    assert_close(found, train(job_of("recurring", batch=batch), 1), EXACT)
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,27 @@ def matrices() -> torch.nn.Module:
     return Matrices()
 
 
+class Recurring(torch.nn.Module):
+    """The first layer and the last one have the same weight, and the head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(Counted.vocab_size, 16)
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Linear(16, 16) for _ in range(3)),
+            torch.nn.Linear(16, Counted.vocab_size, bias=False),
+        )
+        self.layers[2].weight = self.layers[0].weight
+        self.layers[3].weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.embedding(tokens))
+
+
+def recurring() -> torch.nn.Module:
+    return Recurring()
+
+
 class Routed(torch.nn.Module):
     """One expert of each block sees a micro-batch: which one is the samples' matter."""
 
