@@ -263,7 +263,8 @@ class Publisher:
                 if owners.is_rescued(self._store, run):  # of keepers that were cut off from it
                     rescue.forget_saved(self._store, run)
             keep += rescue.runs(self._store)
-            checkpoints.sweep_abandoned(self._store, keep, self.claim.check)
+            for warning in checkpoints.sweep_abandoned(self._store, keep, self.claim.check):
+                self._warn(0, warning)
         except Superseded as error:
             self._post(error)
         except Exception as error:  # harmless: the next start sweeps again
