@@ -22,7 +22,7 @@ from elastic_ft.controller.standing import Heritage, Standing
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import KEEPER
 from elastic_ft.core.state import State
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, one_line
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.inbox_file import snapshot_lines
 from elastic_ft.observe.lines import Line, count_lines, parse_lines
@@ -57,8 +57,7 @@ class Inheritance:
         try:
             heritage = self._replay()
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            what = " ".join(str(error).split())[:200]
-            raise NotAdoptable(f"{type(error).__name__}: {what}") from error
+            raise NotAdoptable(one_line(error)) from error
         if heritage.policy is None or not heritage.standing.run or not heritage.begun:
             raise NotAdoptable("its journal has no beginning")
         return heritage

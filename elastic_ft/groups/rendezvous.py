@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from elastic_ft.core.typed import Undecodable, decoder
-from elastic_ft.errors import GroupBroken
+from elastic_ft.errors import GroupBroken, one_line
 from elastic_ft.transport.messages import MessageRefused, Packed, pack, unpack
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Rendezvous:
                 self.store.set(f"{name}/all", b"1")
             self._await(f"{name}/all", timeout_s=timeout_s)
         except Exception as error:
-            raise GroupBroken(f"barrier {name}: {error_in_line(error)}") from error
+            raise GroupBroken(f"barrier {name}: {one_line(error)}") from error
 
     def exchange(self, name: str, value: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Returns every participant's value, in participant order.
@@ -77,7 +77,7 @@ class Rendezvous:
             self._await(f"{name}/all", timeout_s=timeout_s)
             return decoder(_Everyones)(unpack(self.store.get(f"{name}/all"))).listed()
         except Exception as error:
-            raise GroupBroken(f"exchange {name}: {error_in_line(error)}") from error
+            raise GroupBroken(f"exchange {name}: {one_line(error)}") from error
 
     def _collect(self, name: str, timeout_s: float | None) -> list[bytes]:
         assert self.store is not None
@@ -107,7 +107,7 @@ class Rendezvous:
             if self.store.add(f"{name}/said", 1) == 1:
                 self.store.set(name, make())
         except Exception as error:
-            raise GroupBroken(f"publishing {name}: {error_in_line(error)}") from error
+            raise GroupBroken(f"publishing {name}: {one_line(error)}") from error
 
     def published(self, name: str) -> bytes:
         """What was published, before an ``exchange``, by whoever knows ``name``."""
@@ -116,8 +116,4 @@ class Rendezvous:
             self._await(name)
             return bytes(self.store.get(name))
         except Exception as error:
-            raise GroupBroken(f"reading {name}: {error_in_line(error)}") from error
-
-
-def error_in_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise GroupBroken(f"reading {name}: {one_line(error)}") from error

@@ -20,7 +20,7 @@ from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import SharedJob, count, removed
-from elastic_ft.errors import ElasticError, StoreFailed, UsageError
+from elastic_ft.errors import ElasticError, StoreFailed, UsageError, one_line
 from elastic_ft.hosts.ray.names import (
     Remains,
     RunNames,
@@ -170,8 +170,7 @@ class JobHand:
             self._end(job, "failed", str(error))
         except Exception as error:  # Ray's, a store's: it may go better the next time
             log.exception("%s could not be started", self.order.id)
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self._tell(asks.StartFailed(time.time(), job.job, job.start, why))
+            self._tell(asks.StartFailed(time.time(), job.job, job.start, one_line(error)))
         else:
             self._submitted_s = time.monotonic()
 

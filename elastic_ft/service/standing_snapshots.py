@@ -21,7 +21,7 @@ from elastic_ft.core.sharing.asks import SharingTerms, Wish
 from elastic_ft.core.sharing.ledger import Sharing
 from elastic_ft.core.table import Table
 from elastic_ft.core.typed import decoder, fields_of
-from elastic_ft.errors import ConfigError, StoreFailed
+from elastic_ft.errors import ConfigError, StoreFailed, one_line
 from elastic_ft.observe.snapshots import as_plain_values, decode_as
 from elastic_ft.service.job_orders import JobOrder
 from elastic_ft.service.service_config import sharing_terms_of, terms_to_json
@@ -104,8 +104,7 @@ class StandingSnapshots:
                 raise
             raise Unreadable(str(error)) from None
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = " ".join(str(error).split())[:300]
-            raise Unreadable(f"{type(error).__name__}: {why}") from None
+            raise Unreadable(one_line(error)) from None
 
     # ---------------------------------------------------------------------------- it is written
 
