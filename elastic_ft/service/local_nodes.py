@@ -19,6 +19,7 @@ from typing import Any
 
 from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ElasticError
+from elastic_ft.observe import files
 
 FILE = "local-nodes.json"  # in the service's folder
 LOG = "local-nodes.log"
@@ -58,9 +59,7 @@ def main(options: dict[str, Any]) -> int:
 
 
 def _say(folder: Path, what: dict[str, Any]) -> None:
-    swap = folder / f"{FILE}.tmp"
-    swap.write_text(json.dumps(what | {"at_s": time.time()}))
-    swap.replace(folder / FILE)
+    files.replace(folder / FILE, json.dumps(what | {"at_s": time.time()}).encode())
 
 
 def reason_of(error: Exception) -> str:
