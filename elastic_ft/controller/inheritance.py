@@ -10,7 +10,6 @@ wake up between its look at who owns the folder and its write, it writes to a fi
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,6 @@ from elastic_ft.observe.inbox_file import snapshot_lines
 from elastic_ft.observe.lines import Line, count_lines, parse_lines
 from elastic_ft.observe.replay import Snapshot, parse_inbox
 from elastic_ft.observe.run_folder import RECORD, RunFolder
-
-log = logging.getLogger(__name__)
 
 
 class NotAdoptable(Exception):
