@@ -42,9 +42,9 @@ from elastic_ft.cli.run import (
     complain,
     say_checked,
     train_job,
-    where_to_run,
 )
 from elastic_ft.cli.terminal import interrupt_on_sigterm
+from elastic_ft.cli.where import where_to_run
 from elastic_ft.config import load_job
 from elastic_ft.errors import ElasticError, UsageError
 from elastic_ft.observe.run_reader import RunReader
@@ -144,8 +144,8 @@ def check(
     from elastic_ft.cli.preflight import check_job
 
     job = load_job(job_file)
-    place = where_to_run(job, address, local_nodes, processes).place()
-    say_checked(job, check_job(job, out or f"runs/{job.name}", place, chaos, accept_changes))
+    where = where_to_run(job, address, local_nodes, processes)
+    say_checked(job, check_job(job, out or f"runs/{job.name}", where, chaos, accept_changes))
     return COMPLETED
 
 

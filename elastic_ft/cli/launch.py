@@ -15,7 +15,8 @@ import typer
 from elastic_ft.cli import options
 from elastic_ft.cli.own_script import calls_init, init_of
 from elastic_ft.cli.progress import say
-from elastic_ft.cli.run import COMPLETED, FAILED, How, begun_anew, train_job, where_to_run
+from elastic_ft.cli.run import COMPLETED, FAILED, How, begun_anew, train_job
+from elastic_ft.cli.where import where_to_run
 from elastic_ft.config import Job, parse_job, parse_yaml
 from elastic_ft.errors import ConfigError, UsageError
 

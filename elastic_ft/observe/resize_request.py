@@ -13,7 +13,6 @@ from typing import Any
 
 from elastic_ft.config.section import WORKERS_MAX
 from elastic_ft.errors import ConfigError, StoreFailed
-from elastic_ft.storage.store import open_store
 
 NAME = "resize.json"
 
@@ -32,6 +31,8 @@ class Resize:
 
 def ask_to_resize(run_url: str, workers: int, places: dict[str, int] | None = None) -> Resize:
     """Writes the request whole or not at all. Raises ConfigError if the folder can't be written."""
+    from elastic_ft.storage.store import open_store  # commands begin without it
+
     resize = Resize(workers, uuid.uuid4().hex[:12], places or {})
     content = json.dumps(asdict(resize)).encode()
     try:
