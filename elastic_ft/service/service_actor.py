@@ -24,9 +24,8 @@ from elastic_ft.hosts.ray.started_by import KEY
 from elastic_ft.hosts.ray.warm_nodes import WarmNodes
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service.api import Api
-from elastic_ft.service.served_at import ANYWHERE, bound, service_url
+from elastic_ft.service.served_at import ANYWHERE, HowToServe, bound, service_url
 from elastic_ft.service.service import Service
-from elastic_ft.service.starting import HowToServe
 from elastic_ft.storage.store import if_there, open_store
 from elastic_ft.transport.title import set_title
 
