@@ -15,7 +15,7 @@ JOB: dict[str, Any] = {
         "preset": "decoder-1m",
         "kwargs": {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 64},
     },
-    "data": {"path": "chaos.jobs:paced", "kwargs": {"pause_s": 0.03}},
+    "data": {"path": "chaos.jobs:Paced", "kwargs": {"pause_s": 0.03}},
     "optimizer": {"lr": 1.0e-3, "warmup_steps": 10, "schedule": "constant"},
     "batch": {"global_batch_size": 16, "micro_batch_size": 2},
     "parallel": {"strategy": "fsdp"},
@@ -40,7 +40,7 @@ class Paced:
 
     vocab_size, sequence_length = 101, 16
 
-    def __init__(self, pause_s: float) -> None:
+    def __init__(self, pause_s: float = 0.0) -> None:
         self._pause_s = pause_s
 
     def __len__(self) -> int:
@@ -56,10 +56,6 @@ class Paced:
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         time.sleep(self._pause_s)
         return {"tokens": torch.stack([sample["tokens"] for sample in samples])}
-
-
-def paced(seed: int, pause_s: float = 0.0) -> Any:
-    return Paced(pause_s)
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -141,11 +141,6 @@ class Publisher:
         assert self._claim is not None, "the checkpoint URL was not taken over"
         return self._claim
 
-    @property
-    def unrescued(self) -> tuple[str, ...]:
-        """Earlier runs here that did not end and were not rescued, the oldest first."""
-        return self.claim.unended
-
     def ended(self) -> None:
         """This run ends in good order: there will be nothing to rescue."""
         if self._claim is None:  # the store was away from the start
@@ -211,10 +206,11 @@ class Publisher:
         """The runs of which keepers may have saved something, the newest first; those that no
         owner names come last. Raises StoreFailed.
         """
-        known = (*self.unrescued, self._run)
+        unrescued = self.claim.unended
+        known = (*unrescued, self._run)
         said = [run for run in rescue.runs(self._store) if run not in known]
         unnamed = [run for run in said if not owners.is_rescued(self._store, run)]
-        return (*reversed(self.unrescued), *unnamed)
+        return (*reversed(unrescued), *unnamed)
 
     def gather(
         self,
@@ -250,7 +246,7 @@ class Publisher:
         self._deletes.submit(self._sweep)
 
     def _sweep(self) -> None:
-        keep = [self._run, *self.unrescued]
+        keep = [self._run, *self.claim.unended]
         with self._told("sweeping abandoned uploads"):  # harmless: the next start sweeps again
             self.claim.check()
             for run in set(rescue.runs(self._store)).difference(keep):

@@ -14,7 +14,8 @@ A batch may straddle two epochs: no sample is dropped, and none is repeated to f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -101,11 +102,7 @@ def _mix(x: int) -> int:
 @lru_cache(maxsize=64)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     digest = hashlib.blake2b(f"elastic_ft order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS)
-    return tuple(int.from_bytes(k, "little") for k in _chunks(digest.digest(), 8))
-
-
-def _chunks(data: bytes, size: int) -> Iterator[bytes]:
-    return (data[start : start + size] for start in range(0, len(data), size))
+    return struct.unpack(f"<{_ROUNDS}Q", digest.digest())
 
 
 def _grid(size: int) -> tuple[int, int]:

@@ -158,8 +158,7 @@ class DeepSpeedEngine(EngineOfJob):
 
     def _list_state(self) -> Iterator[tuple[str, StateTensor]]:
         assert self._optimizer is not None
-        parts = self._slices() if self.stage == 0 else self._zero_slices()
-        for part in parts:
+        for part in self._slices():
             yield from _pieces(f"model.{plain_name(part.name)}", part, part.flat.detach())
             for key, value in sorted(self._optimizer.state[part.flat].items()):
                 if not isinstance(value, torch.Tensor):
@@ -183,11 +182,11 @@ class DeepSpeedEngine(EngineOfJob):
         for name, value in self._loss_scale.state.items():
             yield name, StateTensor((), Box((), ()), value)
 
-    def _zero_slices(self) -> Iterator[deepspeed_private.Slice]:
-        return deepspeed_private.slices(self._engine, self.stage)
-
     def _slices(self) -> Iterator[deepspeed_private.Slice]:
-        """Stage 0: every rank has everything."""
+        if self.stage:
+            yield from deepspeed_private.slices(self._engine, self.stage)
+            return
+        # Every rank has everything.
         for name, parameter in self._engine.module.named_parameters():
             shape = tuple(parameter.shape)
             yield deepspeed_private.Slice(name, shape, 0, parameter.numel(), parameter, 0)

@@ -114,7 +114,8 @@ class _Saving:
         self._failed: list[str] = []
 
     def save(self, held: Iterable[SavedShard], within_s: float, pause_s: float) -> tuple[str, ...]:
-        whole = [one for one in held if is_whole(one.buffer, self._label(one))]
+        labels = ((one, label(self._run, one.holding, one.schema)) for one in held)
+        whole = [one for one, said in labels if is_whole(one.buffer, said)]
         whole.sort(key=lambda one: -one.holding.step)
         deadline_s, stale_s = time.monotonic() + within_s, self._stale_s
         while True:
@@ -172,9 +173,6 @@ class _Saving:
                     self._try(name, lambda name=name: self._write(mine[name]))  # type: ignore[misc]
             if later:
                 time.sleep(min(POLL_S, self._stale_s))
-
-    def _label(self, held: SavedShard) -> bytes:
-        return label(self._run, held.holding, held.schema)
 
     def _said(self) -> set[str]:
         return {key.rpartition("/")[2] for key in self._store.list(f"emergency/{self._run}")}

@@ -32,8 +32,8 @@ def main(options: dict[str, Any]) -> int:
 
     from elastic_ft.hosts.ray.cluster import LocalCluster
     from elastic_ft.hosts.ray.names import ROOT, actor_named, actors_of
+    from elastic_ft.service.served_at import HowToServe
     from elastic_ft.service.service_actor import NAME, start_actor
-    from elastic_ft.service.starting import HowToServe
     from elastic_ft.transport.title import set_title
 
     set_title("ef-local-nodes")

@@ -1,4 +1,4 @@
-"""Where the service listens, and what its address is called."""
+"""What the service is started with: where it listens, and what its address is called."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import asyncio
 import errno
 import ssl
 import time
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from elastic_ft.errors import UsageError
+from elastic_ft.core.sharing.asks import SharingTerms
+from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.service.access import Rights, check_host
 
 BIND_TIMEOUT_S, BIND_AGAIN_S = 15.0, 0.2  # of a port that the service before this one had
 ANYWHERE = ("0.0.0.0", "::")
@@ -19,6 +22,32 @@ def service_url(host: str, port: int, secure: bool) -> str:
     """``host``: a name, or an address of IPv4 or IPv6."""
     name = f"[{host}]" if ":" in host else host
     return f"http{'s' * secure}://{name}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class HowToServe:
+    """What the service is started with, wherever that is. ``port`` 0: any, and the same again after
+    a restart."""
+
+    folder: str
+    host: str = "127.0.0.1"
+    port: int = 8266
+    terms: SharingTerms = field(default_factory=SharingTerms)
+    users: dict[str, Rights] = field(default_factory=dict)
+    tls_cert: str = ""
+    tls_key: str = ""
+    warm: bool = False
+
+    def __post_init__(self) -> None:
+        check_host(self.host, self.users)
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("--tls-cert and --tls-key: expected both of them, or none")
+
+    @property
+    def url_here(self) -> str:
+        """At which this machine finds it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return service_url(host, self.port, bool(self.tls_cert))
 
 
 async def bound(

@@ -24,9 +24,8 @@ from elastic_ft.hosts.ray.started_by import KEY
 from elastic_ft.hosts.ray.warm_nodes import WarmNodes
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service.api import Api
-from elastic_ft.service.served_at import ANYWHERE, bound, service_url
+from elastic_ft.service.served_at import ANYWHERE, HowToServe, bound, service_url
 from elastic_ft.service.service import Service
-from elastic_ft.service.starting import HowToServe
 from elastic_ft.storage.store import if_there, open_store
 from elastic_ft.transport.title import set_title
 
@@ -91,7 +90,8 @@ class ServiceActor:
         await runner.setup()
         host, port = self._options.host, self._options.port or self._earlier_port()
         port = await bound(runner, host, port, tls, self._is_restarted())
-        url = service_url(_own_address() if host in ANYWHERE else host, port, tls is not None)
+        own = ray.util.get_node_ip_address() if host in ANYWHERE else host
+        url = service_url(own, port, tls is not None)
         store, said = open_store(self._service.folder), {"url": url, "port": port}
         await asyncio.to_thread(
             self._insist, lambda: store.put(PORT_FILE, json.dumps(said).encode())
@@ -181,10 +181,6 @@ def tls_of(options: HowToServe) -> ssl.SSLContext | None:
 def _import_trainer() -> None:
     """Torch takes seconds: not those of the first job."""
     import elastic_ft.hosts.ray.trainer  # noqa: F401
-
-
-def _own_address() -> str:
-    return str(ray.util.get_node_ip_address())
 
 
 def start_actor(options: HowToServe, this_node: bool) -> Any:

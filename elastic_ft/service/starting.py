@@ -10,50 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
-from elastic_ft.core.sharing.asks import SharingTerms
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service import local_nodes
-from elastic_ft.service.access import LOOPBACK, Rights, check_host
-from elastic_ft.service.served_at import service_url
+from elastic_ft.service.access import LOOPBACK
+from elastic_ft.service.served_at import HowToServe
 from elastic_ft.service.service_client import Client, ServiceAway
 
 START_TIMEOUT_S = 180.0  # nodes and imports, on a machine that has much to do
 ENDING_TIMEOUT_S = 15.0  # local nodes whose service was just stopped; with jobs left they stay
 LOOK_EVERY_S = 0.1
 LOCK = "start.lock"
-
-
-@dataclass(frozen=True, slots=True)
-class HowToServe:
-    """What the service is started with, wherever that is. ``port`` 0: any, and the same again after
-    a restart."""
-
-    folder: str
-    host: str = "127.0.0.1"
-    port: int = 8266
-    terms: SharingTerms = field(default_factory=SharingTerms)
-    users: dict[str, Rights] = field(default_factory=dict)
-    tls_cert: str = ""
-    tls_key: str = ""
-    warm: bool = False
-
-    def __post_init__(self) -> None:
-        check_host(self.host, self.users)
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise ConfigError("--tls-cert and --tls-key: expected both of them, or none")
-
-    @property
-    def url_here(self) -> str:
-        """At which this machine finds it."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return service_url(host, self.port, bool(self.tls_cert))
 
 
 def running(url: str, folder: str) -> dict[str, Any] | None:

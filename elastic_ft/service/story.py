@@ -164,10 +164,6 @@ def _lines(tail: Tail, whole: bool) -> Iterator[Line]:
 
 def _text(line: Line, elapsed_s: float) -> str:
     try:
-        return "\n".join(_told(line, elapsed_s))
+        return "\n".join(text.rstrip() for text in story(line, elapsed_s))
     except (KeyError, TypeError, ValueError, AttributeError):  # of another version
         return f"{line['event']}: {line.get('reason', '')}"
-
-
-def _told(line: Line, elapsed_s: float) -> Iterator[str]:
-    return (text.rstrip() for text in story(line, elapsed_s))

@@ -122,10 +122,7 @@ class SimKeeper:
         """What it left: once the message has come."""
         if worker in self.left:
             self.left[worker].void = True
-            self.world.after(self.world.latency(), lambda: self._forget(worker))
-
-    def _forget(self, worker: WorkerId) -> None:
-        self.left.pop(worker, None)
+            self.world.after(self.world.latency(), lambda: self.left.pop(worker, None))
 
     def hang(self, lasts_s: float) -> None:
         """The controller notices within HANG_TIMEOUT_S, in whatever phase, and ends it."""

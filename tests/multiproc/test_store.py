@@ -174,7 +174,7 @@ def test_controllers_are_killed_and_stopped_where_all_is_in_a_bucket(
         for name, value in s3.env.items():
             monkeypatch.setenv(name, value)
         store = open_store(s3.url("run"))
-        paced = {"path": "chaos.jobs:paced", "kwargs": {"pause_s": 0.05}}  # the mirror lags by 4 s
+        paced = {"path": "chaos.jobs:Paced", "kwargs": {"pause_s": 0.05}}  # the mirror lags by 4 s
         checkpoint = {"every_steps": 4000}
         waiting = {"controller_timeout_s": 2.0}  # for a controller's successor
         job = make_job(

@@ -162,7 +162,7 @@ def test_a_stopped_controllers_keepers_save_for_the_next(tmp_path: Path) -> None
 
     It can't hand the job over. Once it wakes up it ends, and writes nothing more there.
     """
-    paced = {"path": "chaos.jobs:paced", "kwargs": {"pause_s": 0.03}}
+    paced = {"path": "chaos.jobs:Paced", "kwargs": {"pause_s": 0.03}}
     job = make_job(
         "fsdp", steps=4000, workers=2, data=paced, checkpoint={"every_steps": 2000, "final": False}
     )

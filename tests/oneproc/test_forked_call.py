@@ -28,7 +28,7 @@ def job() -> Job:
 
 
 def job_of(model: dict[str, Any]) -> Job:
-    data = {"path": "chaos.jobs:paced", "kwargs": {}}
+    data = {"path": "chaos.jobs:Paced", "kwargs": {}}
     return parse_job({"name": "asked", "steps": 3, "model": model, "data": data})
 
 

@@ -390,7 +390,7 @@ class Away:
 def test_who_is_superseded_says_so_and_publishes_nothing(publishing: Publishing) -> None:
     assert isinstance(publishing.commit(2), ev.CheckpointCommitted)
     other = Publishing(publishing.store.url, "run2")
-    assert other.publisher.unrescued == ("run1",)
+    assert other.publisher.claim.unended == ("run1",)
     assert isinstance(publishing.commit(3), Superseded)
     publishing.publisher.look()
     assert isinstance(publishing.posted.get(timeout=DEADLINE_S), Superseded)

@@ -14,10 +14,10 @@ import pytest
 
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.service.access import Rights, check_host, new_token, read_token
+from elastic_ft.service.served_at import HowToServe
 from elastic_ft.service.service_actor import tls_of
 from elastic_ft.service.service_client import Client, ServiceAway
 from elastic_ft.service.service_config import load_config
-from elastic_ft.service.starting import HowToServe
 from tests.oneproc.served import JOB, WAIT_S, Served, post
 
 

@@ -23,9 +23,9 @@ from elastic_ft.service.api import Api
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.office import Refused
+from elastic_ft.service.served_at import HowToServe
 from elastic_ft.service.service import Service
 from elastic_ft.service.service_client import ServiceAway
-from elastic_ft.service.starting import HowToServe
 from elastic_ft.storage.store import open_store
 from tests.oneproc.served import JOB, TERMS, WAIT_S, Served, no_cluster, post, told
 

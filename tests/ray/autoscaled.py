@@ -21,11 +21,15 @@ from ray.autoscaler._private.fake_multi_node import node_provider
 
 from chaos.free_ports import free_ports
 from elastic_ft.hosts.ray import ray_private, setup_worker
-from elastic_ft.hosts.ray.cluster import MB, SYSTEM_CONFIG, wait_for, worker_environment
+from elastic_ft.hosts.ray.cluster import (
+    OBJECT_STORE_BYTES,
+    SYSTEM_CONFIG,
+    wait_for,
+    worker_environment,
+)
 from elastic_ft.hosts.ray.controller_place import LABEL
 from elastic_ft.observe import scratch
 
-OBJECTS = 80 * MB
 END_S = 60.0
 LISTS = (
     "initialization_commands",
@@ -43,7 +47,7 @@ LISTS = (
 def autoscaling(nodes_max: int, gcs_address: str, idle_s: float) -> dict[str, Any]:
     """Nodes of one CPU."""
     head, node = "ray.head.default", "ray.worker.cpu"
-    resources = {"CPU": 1, "object_store_memory": OBJECTS}
+    resources = {"CPU": 1, "object_store_memory": OBJECT_STORE_BYTES}
     return {
         "cluster_name": "autoscaled",
         "max_workers": nodes_max,
@@ -108,7 +112,7 @@ class AutoscaledCluster:
                 gcs_server_port=port,
                 autoscaling_config=str(config),
                 temp_dir=str(self._folder),
-                object_store_memory=OBJECTS,
+                object_store_memory=OBJECT_STORE_BYTES,
                 labels={LABEL: "true"},
                 env_vars=environment
                 | dict.fromkeys(

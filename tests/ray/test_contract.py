@@ -141,7 +141,7 @@ SIGNATURES: dict[str, tuple[Any, str]] = {
         "self",
     ),
     "PlacementGroupHandle.wait": (ray_private.PlacementGroupHandle.wait, "self, timeout_seconds"),
-    "_shutdown_workers": (ray_private._shutdown_workers, "workers, patience_s"),
+    "_shutdown_workers": (ray_private.shutdown_workers, "workers, patience_s"),
     "bundle_to_remote_args": (ray_private.bundle_to_remote_args, "bundle"),
     "get_env_vars_to_propagate": (ray_private.get_env_vars_to_propagate, ""),
     "set_train_fn_utils": (ray_private.set_train_fn_utils, "train_fn_utils"),

@@ -32,7 +32,7 @@ def job(name: str, **sections: Any) -> dict[str, Any]:
         "name": name,
         "steps": 100_000,
         "model": {"preset": "decoder-1m"},
-        "data": {"path": "chaos.jobs:paced", "kwargs": {"pause_s": PAUSE_S}},
+        "data": {"path": "chaos.jobs:Paced", "kwargs": {"pause_s": PAUSE_S}},
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "snapshot": {"every_steps": 1},
         "elastic": {"min_workers": 1, "max_workers": NODES, "gather_s": 60},

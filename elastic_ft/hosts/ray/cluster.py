@@ -30,7 +30,7 @@ from elastic_ft.hosts.ray.local_templates import LocalTemplates
 from elastic_ft.observe import scratch
 from elastic_ft.observe.handover import is_alive
 
-MB = 2**20
+OBJECT_STORE_BYTES = 80 << 20
 REAP_EVERY_S = 0.05
 END_TIMEOUT_S = 60.0
 
@@ -64,21 +64,19 @@ class LocalCluster:
         cpus_per_node: float = 1,
         *,
         dashboard: bool = False,
-        object_store_mb: int = 80,
-        system_config: dict[str, Any] | None = None,
         durable_head: bool = False,
         controllers_on_head: bool = True,
         templates: bool = True,
     ) -> None:
         self._cpus_per_node = cpus_per_node
-        self._object_store_bytes = object_store_mb * MB
         # Unix socket paths are at most 107 bytes long: a short folder, whatever TMPDIR says.
         self._folder = str(scratch.make("eft-", "/tmp"))
         # The kernel kills a node when the *thread* that started it ends; this one ends in close().
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="local-cluster")
+        system_config = SYSTEM_CONFIG
         if durable_head:  # what the GCS knows is on disk, and outlives it
             path = {"gcs_storage": "rocksdb", "gcs_storage_path": f"{self._folder}/gcs"}
-            system_config = path | (system_config or {})
+            system_config = SYSTEM_CONFIG | path
         self._templates: LocalTemplates | None = None
         if templates:
             log = Path(self._folder) / "templates.log"
@@ -98,7 +96,7 @@ class LocalCluster:
                 gcs_server_port=0,
                 no_monitor=True,
                 labels={LABEL: "true"} if controllers_on_head else {},
-                _system_config=SYSTEM_CONFIG | (system_config or {}),
+                _system_config=system_config,
             )
             self.address: str = self._head.gcs_address
             for _ in range(nodes):
@@ -229,7 +227,7 @@ class LocalCluster:
             return ray_private.start_node(
                 head=head,
                 temp_dir=self._folder,
-                object_store_memory=self._object_store_bytes,
+                object_store_memory=OBJECT_STORE_BYTES,
                 num_gpus=0,
                 env_vars=worker_environment(),
                 setup_worker_path=setup_worker.__file__,

@@ -68,7 +68,9 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollSt
 from ray.train.v2._internal.execution.worker_group.state import (
     WorkerGroupContext,
     WorkerGroupState,
-    _shutdown_workers,
+)
+from ray.train.v2._internal.execution.worker_group.state import (
+    _shutdown_workers as shutdown_workers,
 )
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
@@ -150,11 +152,6 @@ def reporting_by(callback: Any, other: Callable[[Any], Any]) -> Any:
     reporting = copy.copy(callback)
     reporting._training_actor_item_queue = other(callback._training_actor_item_queue)
     return reporting
-
-
-def shutdown_workers(workers: list[Worker], patience_s: float) -> None:
-    """Lets Ray's shutdown hooks run in each worker, then kills it."""
-    _shutdown_workers(workers, patience_s)
 
 
 def silence_raylets() -> None:
