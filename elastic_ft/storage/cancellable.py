@@ -118,7 +118,7 @@ class Calls:
             except BaseException as error:
                 answers.put(error)
 
-        with self._registered(answers), _left_behind.counted(self._url, run):
+        with self._registered(answers), _threads_left.counted(self._url, run):
             while (answer := _next(answers, silent_s)) is not None:
                 if isinstance(answer, BaseException):
                     raise answer
@@ -137,7 +137,7 @@ class Calls:
                 self._waiting.discard(answers)
 
 
-class LeftBehind:
+class ThreadsLeft:
     """The threads that nobody waits for any more, by their store's URL."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class LeftBehind:
                 self._count[url] += is_left
 
 
-_left_behind = LeftBehind()
+_threads_left = ThreadsLeft()
 
 
 def find_object(url: str, deadline_s: float) -> bool:

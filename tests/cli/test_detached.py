@@ -98,6 +98,25 @@ def test_a_terminal_may_go_and_another_one_may_come(
     assert steps == [*range(1, len(steps) + 1)]
 
 
+def test_a_terminal_may_stand_still(start: Start, write_job: WriteJob, folder: Path) -> None:
+    """Ctrl-Z, and it takes nothing of what it is told. It tells the end once it goes on."""
+    run, first = folder / "runs/tiny", start("run", write_job({"steps": 100_000}), "--processes")
+    first.until_step(3)
+    before = pids_of(run)
+    first.process.send_signal(signal.SIGSTOP)
+    reached = RunReader(run).steps()[-1]["step"]
+    until(lambda: RunReader(run).steps()[-1]["step"] > reached + 20)
+    lose("ef-controller", first)
+    until(lambda: "adopted" in events_of(run))
+    code, _, err = start("stop", "runs/tiny").finish()
+    assert (code, err) == (COMPLETED, "")
+    assert pids_of(run) == before
+    first.process.send_signal(signal.SIGCONT)
+    code, out, err = first.finish()
+    assert (code, err) == (INTERRUPTED, "")
+    assert out.splitlines()[-1].startswith("stopped: elastic-ft stop")
+
+
 @pytest.mark.soak
 def test_launcher_and_controller_may_stand_still_together(
     start: Start, write_job: WriteJob, folder: Path

@@ -153,6 +153,11 @@ class DrivenJob(Seen):
 
     # ------------------------------------------------------------------ what is done
 
+    @contextlib.contextmanager
+    def driver_stopped(self) -> Iterator[None]:
+        with stopped(self._driver.pid):
+            yield
+
     def kill_driver(self) -> None:
         self._driver.kill()
         self._driver.wait()
@@ -188,6 +193,15 @@ class DrivenJob(Seen):
         steps = self.lines("steps.jsonl")
         assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
         return [line["loss"] for line in steps]
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def alive(pid: int) -> bool:

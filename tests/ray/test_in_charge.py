@@ -20,6 +20,7 @@ from in_charge import (
     DrivenJob,
     alive,
     check_nothing_lost,
+    stopped,
     two_and_two,
 )
 from trial import job
@@ -57,6 +58,23 @@ def test_driver_and_controller_are_killed(cluster: LocalCluster, tmp_path: Path)
         assert not alive(second)
         assert len(run.events("generation_formed")) == 1
         print(f"longest gap: {run.gap_s(killed_at_s):.2f} s")
+        check_nothing_lost(run, pids, tmp_path)
+
+
+def test_driver_and_gcs_stand_still(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Stopped, and not dead: nobody sees an end of theirs. The controller's does not wait for the
+    driver that has started it."""
+    with DrivenJob(cluster, job("still", **TWO), tmp_path / "still") as run:
+        run.wait_for_start(2)
+        pids = run.pids()
+        with run.driver_stopped():
+            run.wait_for_steps(AFTER_STEPS)
+            with stopped(cluster.gcs_pid()):
+                run.wait_for_steps(AFTER_STEPS)
+            before = len(run.events("in_charge"))
+            run.kill_controller()
+            run.wait_for_adoption(before)
+        assert len(run.events("generation_formed")) == 1
         check_nothing_lost(run, pids, tmp_path)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from elastic_ft.config import Job
 from elastic_ft.errors import UsageError
-from elastic_ft.hosts.local.orders import ForkedCall, Order, is_stopped
+from elastic_ft.hosts.local.orders import ForkedCall, Order, stands_still
 from elastic_ft.hosts.local.warm import ask_warm, stop_warm, warm_pid
 from elastic_ft.worker.forked import draw_apart
 
@@ -89,7 +89,7 @@ class _Answer:
                 if not self._pid and len(content) >= pid_at > 0:
                     self._pid = LENGTH.unpack(content[:pid_at])[0]
                 continue
-            stopped = stopped + 1 if is_stopped(self._pid or warm_pid()) else 0
+            stopped = stopped + 1 if stands_still(self._pid or warm_pid()) else 0
             if stopped == STOPPED_LOOKS:
                 self._give_up("stands still")
             if not self._pid and time.monotonic() - self._since_s > FORK_S:
@@ -100,7 +100,7 @@ class _Answer:
         pid = self._pid or warm_pid()
         if not self._pid:
             stop_warm()  # who asks for the next thing starts another one
-        elif is_stopped(self._pid):
+        elif stands_still(self._pid):
             os.kill(self._pid, signal.SIGKILL)
         raise TimeoutError(f"process {pid}, forked or to be forked from for this, {why}")
 

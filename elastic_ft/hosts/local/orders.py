@@ -332,7 +332,7 @@ def ticks_of(pid: int) -> int:
     return 0 if state in (b"Z", b"X") else int(fields[18])
 
 
-def is_stopped(pid: int) -> bool:
+def stands_still(pid: int) -> bool:
     """It stands still, SIGSTOPped."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"

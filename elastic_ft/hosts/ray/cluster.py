@@ -160,6 +160,9 @@ class LocalCluster:
                     return int(process.pid)
         raise ProcessLookupError("no ElasticController is running")
 
+    def gcs_pid(self) -> int:
+        return int(self._head.all_processes["gcs_server"][0].process.pid)
+
     def kill_gcs(self) -> None:
         """SIGKILLs the GCS, the part of a head that a cluster has once."""
         self._head.kill_gcs_server(check_alive=False)

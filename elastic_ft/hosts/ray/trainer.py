@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
@@ -45,6 +45,8 @@ from elastic_ft.worker.user_script import run_script
 log = logging.getLogger(__name__)
 ASK_AGAIN_S = 0.5
 END_TIMEOUT_S = 30.0  # of a controller whose job has ended
+LOOK_S = 30.0  # at the run folder, while the controller has not said how the job has ended
+UNANSWERED_S = 900.0  # since the run folder says it: for reports, and what users' callbacks do
 ENDED_WELL = ("completed", "stopped")
 UNUSED_CALLBACKS = (
     ray_private.DatasetsCallback,  # data is sharded by elastic_ft
@@ -109,6 +111,7 @@ class ElasticTrainer(ray_private.DataParallelTrainer):
         self._faults = tuple(faults)
         self._accept_changes = accept_changes
         self._controller: Any = None
+        self._earlier: dict[str, Any] = {}  # what was in result.json before
         self._asked: list[str] = []  # to stop, and no controller has been told so
         self._is_left = False
         super().__init__(
@@ -212,6 +215,7 @@ class ElasticTrainer(ray_private.DataParallelTrainer):
             time.sleep(ASK_AGAIN_S)
 
     def _start(self, kwargs: dict[str, Any]) -> None:
+        self._earlier = RunReader(self.run_url).result()
         places, standby = controller_places(self.run_url), None
         environment = self._controller_environment
         if self._has_standby:
@@ -293,7 +297,7 @@ class ElasticTrainer(ray_private.DataParallelTrainer):
                 answer = self._controller.await_result.remote()
                 if self._trial is not None:
                     self._trial.wait_for(answer, self._controller)
-                return ray.get(answer)
+                return self._answered(answer)
             except ActorUnavailableError as error:  # Ray starts it again
                 has_lived = True
                 log.info("the controller is away: %s", why_gone(error))
@@ -302,13 +306,36 @@ class ElasticTrainer(ray_private.DataParallelTrainer):
                 if error.actor_init_failed and not has_lived:
                     raise
                 last = RunReader(self.run_url).result()
-                if last.get("status") in ENDED_WELL:
-                    return self._result_of(last)
-                why = last.get("reason") or why_gone(error)
-                raise JobFailedError(
-                    f"the controller is gone: {why}; the newest checkpoint is under "
-                    f"{self._checkpoint_url}"
-                ) from error
+                return self._ended(last, "the controller is gone", why_gone(error))
+
+    def _answered(self, answer: Any) -> Result:
+        """A job takes as long as it takes; a controller that stands still meanwhile is ended by
+        its keepers, and another one answers. Those are released as the job ends: one that stands
+        still after that is not waited for. Raises what ``ray.get`` raises; JobFailedError."""
+        since_s = None
+        while True:
+            try:
+                return ray.get(answer, timeout=LOOK_S)
+            except GetTimeoutError:
+                last = RunReader(self.run_url).result()
+                if last in ({}, self._earlier):
+                    since_s = None
+                    continue
+                since_s = since_s or time.monotonic()
+                if time.monotonic() - since_s > UNANSWERED_S:
+                    log.warning(
+                        "the controller does not say how its job has ended: its folder does"
+                    )
+                    return self._ended(last, "the controller does not answer", "no reason")
+
+    def _ended(self, last: dict[str, Any], what: str, why: str) -> Result:
+        """By what is in result.json. Raises JobFailedError where the job has not ended well."""
+        if last.get("status") in ENDED_WELL:
+            return self._result_of(last)
+        raise JobFailedError(
+            f"{what}: {last.get('reason') or why}; the newest checkpoint is under "
+            f"{self._checkpoint_url}"
+        )
 
     def _complete(self) -> ElasticResult | None:
         """The result of a job that an earlier run has completed: nothing is started for it."""
