@@ -100,7 +100,7 @@ mutants: $(STAMP)
 
 # What takes too long for every change: the tests marked soak, a tier at a time; then random faults in
 # real clusters, round after round, from three seeds. Hours.
-SOAK := sim oneproc multiproc ray cli
+SOAK := sim storage oneproc multiproc ray cli
 SOAK_MINUTES ?= 10
 soak: $(STAMP)
 	for tier in $(SOAK); do $(PYTEST) -m soak --timeout=7200 tests/$$tier || exit 1; done

@@ -70,10 +70,16 @@ class Controller(ControllerOpening, ControllerEnding):
         """This controller's number among all that the job has had, once it has taken it over."""
         return self._publisher.claim.number
 
+    @property
+    def stands_s(self) -> float:
+        """Since it last looked into its inbox, which it does ten times a second."""
+        return time.monotonic() - self._turned_at_s
+
     # ------------------------------------------------------------------- outside
 
     def stop(self, reason: str) -> None:
         """Asks for a clean stop: the running step, a checkpoint, the end. Twice: at once."""
+        self._stop_reason = self._stop_reason or reason
         self.post(ev.StopRequested(time.time(), reason))
         self.run_folder.hurry()  # where the job has just ended, nobody hears of that event
 
@@ -97,7 +103,8 @@ class Controller(ControllerOpening, ControllerEnding):
             with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
                 self._takeover.resumable()  # before anything is touched
                 # A controller that lives ends with a checkpoint: not a step of it is lost.
-                await_handover(self.run_folder.url, log.info)
+                url = self.run_folder.url
+                await_handover(url, log.info, stopped=lambda: self._stop_reason)
             if ended := self._complete():  # by the one that was asked
                 return ended
         try:
@@ -140,6 +147,7 @@ class Controller(ControllerOpening, ControllerEnding):
 
     def _turn(self) -> None:
         """All that was told since the last one; timers that are due; a look at who hangs."""
+        self._turned_at_s = time.monotonic()
         self._listen(self._patience_s(self._watchdog.due_s))
         if self._timers.is_due:
             self._listen(0.0)  # what came before the deadline counts, also while others were heard

@@ -43,7 +43,6 @@ class ControllerEnding(ControllerParts):
     def _give_up(self) -> dict[str, Any]:
         """The job has ended before it could begin: what is in the run folder stays as it is."""
         assert self._finish is not None
-        self._observer.journal("finished", 0, self._finish.reason, {"status": self._finish.status})
         self._ended_at_s = time.time()
         if self._connections.was_opened:  # to adopt who lives, and that is not ours to end
             self._closed = True
@@ -128,6 +127,12 @@ class ControllerEnding(ControllerParts):
         reason = f"{finish.reason}, {UNSAVED}: {why}; {last_good}"
         return replace(finish, status="suspended", reason=reason)
 
+    def _tell_end(self, finish: cmd.FinishJob) -> None:
+        """The journal's last line, which says what result.json does."""
+        at_s = self._executor.finished_at_s or time.time()
+        is_decided = finish == self._executor.finish
+        self._observer.finished(at_s, self.state.generation, finish, is_decided)
+
     def _result(self, finish: cmd.FinishJob) -> dict[str, Any]:
         for told in self._inbox.take(0.0):
             self._hearing.hear_late(told)
@@ -136,6 +141,7 @@ class ControllerEnding(ControllerParts):
         if unsaved:
             saved = self._takeover.saved_in_words(self._newest())
             finish = replace(finish, reason=finish.reason + saved)
+        self._tell_end(finish)
         result = self._observer.result(finish, self.state, self._ended_at_s, self._fired)
         self.run_folder.drop_request()
         self.run_folder.write_result(result)

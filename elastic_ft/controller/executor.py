@@ -32,6 +32,7 @@ class Executor:
     data_read: by workers that are ready: what tells their data from other data.
     avoided: nodes, and until when (unix time).
     finish: how the job ends, once that is decided.
+    finished_at_s: unix time of the decision.
     """
 
     host: Host
@@ -46,6 +47,7 @@ class Executor:
     data_read: dict[WorkerId, dict[str, Any]] = field(default_factory=dict)
     avoided: dict[NodeId, float] = field(default_factory=dict)
     finish: cmd.FinishJob | None = None
+    finished_at_s: float = 0.0
 
     def execute(self, command: cmd.Command, state: State) -> None:
         """``state``: after the event that ``command`` came of."""
@@ -83,6 +85,8 @@ class Executor:
             self.send(worker, form)
 
     def _journal(self, command: cmd.Journal, state: State) -> None:
+        if command.event == cmd.FINISHED:
+            return  # while the job ends more may be found out (``ControllerEnding``)
         self.observer.decided(command.event, command.generation, command.reason, command.fields)
 
     def _commit_checkpoint(self, command: cmd.CommitCheckpoint, state: State) -> None:
@@ -90,7 +94,7 @@ class Executor:
         self.publisher.commit(command, layout, self.continuity.terms)
 
     def _finish_job(self, command: cmd.FinishJob, state: State) -> None:
-        self.finish = command
+        self.finish, self.finished_at_s = command, time.time()
 
 
 EXECUTORS: dict[type, Callable[[Executor, Any, State], object]] = {

@@ -149,7 +149,7 @@ class Observer:
 
     def decided(self, event: str, generation: int, reason: str, fields: dict[str, Any]) -> None:
         """A line of the journal that the core has asked for."""
-        self._write(event, generation, reason, fields)
+        self._write(time.time(), event, generation, reason, fields)
 
     def journal(
         self,
@@ -160,14 +160,26 @@ class Observer:
         said: Numbering | None = None,
     ) -> None:
         """A line of the journal that the core did not ask for: a replay leaves it out."""
-        line = self._write(event, generation, reason, fields)
+        self._note(self._write(time.time(), event, generation, reason, fields), said)
+
+    def finished(
+        self, at_s: float, generation: int, finish: cmd.FinishJob, is_decided: bool
+    ) -> None:
+        """The last line, with the time of its decision. Not ``is_decided``: the core has decided
+        another end, and more was found out since."""
+        status = {"status": finish.status}
+        line = self._write(at_s, cmd.FINISHED, generation, finish.reason, status)
+        if not is_decided:
+            self._note(line)
+
+    def _note(self, line: dict[str, Any], said: Numbering | None = None) -> None:
         noted = {"type": "Noted", "at_s": line["at_s"], "seq": line["seq"]} | self._numbered(said)
         self._folder.record_inbox(noted | ({"noted": line} if self.is_adoptable else {}))
 
     def _write(
-        self, event: str, generation: int, reason: str, fields: dict[str, Any]
+        self, at_s: float, event: str, generation: int, reason: str, fields: dict[str, Any]
     ) -> dict[str, Any]:
-        line = self._folder.journal(time.time(), event, generation, reason, fields)
+        line = self._folder.journal(at_s, event, generation, reason, fields)
         self.metrics.event(event, line)
         log.info("g%d %s: %s", generation, event, reason)
         return line

@@ -88,6 +88,8 @@ class ControllerParts(ABC):
         self._report = ReportAtEnd(run.path, job, run.check_owner)
         self._in_charge = threading.Event()
         self._ended_at_s = time.time()
+        self._turned_at_s = time.monotonic()
+        self._stop_reason = ""  # of who was the first to ask
         self._closed = self._is_superseded = False
         self._make_ways()
         self._make_watchers()

@@ -156,6 +156,8 @@ class Heritage:
             self.accounts.go_on(self.standing.accounts, self.state)
 
     def _note(self, item: Noted) -> None:
+        if item.line.get("event") == cmd.FINISHED:
+            return
         if item.seq < self.seq:  # an earlier one was killed before it wrote what it had decided
             for seq in range(item.seq, self.seq):
                 self.lines.pop(seq, None)
@@ -189,6 +191,8 @@ class Heritage:
     def _do(self, at_s: float, command: cmd.Command) -> None:
         self.standing.did(at_s, command)
         for line in journal_line_of(command):
+            if line["event"] == cmd.FINISHED:
+                continue  # whoever is in charge at the end writes that
             self.lines[self.seq] = {"at_s": round(at_s, 6), "seq": self.seq, **line}
             self.seq += 1
         if isinstance(command, cmd.RecordStep):

@@ -10,6 +10,8 @@ from typing import Any
 
 from elastic_ft.core.assignment import Assignment, Keeper, NodeId, WorkerId
 
+FINISHED = "finished"  # the journal's last line: written once all is known of the end
+
 
 @dataclass(frozen=True, slots=True)
 class WantWorkers:

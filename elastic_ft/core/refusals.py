@@ -16,6 +16,7 @@ from elastic_ft.core.state import Turn
 from elastic_ft.core.world import wanted
 
 UNFIT_KEPT = 256  # of the last ones it is known where they were
+AVOIDED_MAX_S = 86_400.0  # of times that double
 
 
 def is_its_own(turn: Turn, event: WorkerRaised) -> bool:
@@ -72,12 +73,14 @@ def _count(turn: Turn, worker: str, node: str, error: str) -> int:
 def _avoid_if_due(turn: Turn, node: str, times: int, error: str) -> None:
     policy = turn.policy
     if node and times >= policy.max_node_failures:
+        doubled = min(times - policy.max_node_failures, 16)
+        for_s = max(policy.avoid_node_s, min(AVOIDED_MAX_S, policy.avoid_node_s * 2.0**doubled))
         reason = (
             f"{times} workers could not take part there, the last one: {error}; "
-            f"no worker is started there for {policy.avoid_node_s:g} s"
+            f"no worker is started there for {for_s:g} s"
         )
         turn.journal("node_avoided", reason, node=node)
-        turn.do(AvoidNode(node, policy.avoid_node_s, reason))
+        turn.do(AvoidNode(node, for_s, reason))
 
 
 def _is_hopeless(turn: Turn, worker: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from elastic_ft.core.batches import SampleIds
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.reading import Loaded, read_micro_batch
-from elastic_ft.data.settings import Path, Settings, changed_settings, settings_of
+from elastic_ft.data.settings import Path, Settings, changed_settings, settings_of, to_be_told
 from elastic_ft.errors import GroupBroken
 
 DEPTH_STEPS = 2  # that are wanted at a time
@@ -77,8 +77,9 @@ class Prefetcher:
         self._delivered: tuple[int, list[SampleIds]] = (0, [])
         # By which is read.
         self._settings: Settings | None = others.made_with if others is not None else None
-        self._ever_changed: frozenset[Path] = frozenset()
         self._own_settings: frozenset[Path] | None = None  # that reading itself changes
+        self._is_learnt = False  # which those are
+        self._set = frozenset[Path]()  # by the script, at any time
         self._version, self._renewed_at = 0, 0  # of the settings; the step, until the next is got
         self._changed = threading.Condition()
         self._wanted: dict[int, list[SampleIds]] = {}
@@ -166,14 +167,13 @@ class Prefetcher:
             changed = changed_settings(self._settings or {}, now) - own
             if not changed:
                 return False
-            self._settings, self._version = now, self._version + 1
-            self._ever_changed |= changed
+            self._settings, self._version, self._set = now, self._version + 1, self._set | changed
             self._loaded.clear()
             self._failed.clear()
             step, micro_batches = self._delivered
             self._wanted[step], self._renewed_at = micro_batches, step
             if others is not None:
-                others.set({path: now[path] for path in now.keys() & (self._ever_changed - own)})
+                others.set(to_be_told(now, self._set - own))
             self._changed.notify_all()
             return True
 
@@ -242,7 +242,9 @@ class Prefetcher:
 
     def _may_read(self) -> bool:
         draws = self._draws is not None and self._draws.known is not False
-        alone = draws or self._renewed_at  # or was that reading which has set something?
+        # Was that reading which has set something?
+        is_learning = self._own_settings is not None and not self._is_learnt
+        alone = draws or self._renewed_at or is_learning
         # What other processes draw and set is their own.
         return (self._waiting or not alone or self._others is not None) and self._next() is not None
 
@@ -267,13 +269,27 @@ class Prefetcher:
             self._changed.notify_all()
 
     def _read(self, wanted: SampleIds) -> Loaded:
-        own, gets = self._own_settings, self._gets
-        if own is not None and not self._renewed_at:
+        gets = self._gets
+        if self._is_learnt and not self._renewed_at:
             return read_micro_batch(self._dataset, self._collate, self._draws, wanted)
         before = settings_of(self._dataset)
         read = read_micro_batch(self._dataset, self._collate, self._draws, wanted)
-        changed = changed_settings(before, settings_of(self._dataset))
+        now = settings_of(self._dataset)
         with self._changed:
-            if own is None or (self._waiting and gets == self._gets):  # the script has waited
-                self._own_settings = changed | (own or frozenset())
+            is_first = self._own_settings is None
+            if is_first or (self._waiting and gets == self._gets):  # the script has waited
+                self._learn(changed_settings(before, now), now)
         return read
+
+    def _learn(self, changed: frozenset[Path], now: Settings) -> None:
+        """Reading has ``changed`` these. What its first micro-batch sets and the second does not
+        (what was made when it was wanted) may be the script's later on."""
+        own = self._own_settings
+        if own is None:
+            self._own_settings, self._is_learnt = changed, not changed
+        elif self._is_learnt:
+            self._own_settings = own | changed
+        else:
+            made = {path: now[path] for path in (own - changed) & now.keys()}
+            self._settings = (self._settings or {}) | made
+            self._own_settings, self._is_learnt = changed, True

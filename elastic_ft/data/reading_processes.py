@@ -98,6 +98,7 @@ class ReadingProcess:
         self._context, self._of = context, (dataset, seed)
         self._name, self._lock, self._closed = f"data-{number}", threading.Lock(), False
         self.settings: Settings = {}
+        self._told: Settings = {}  # to the process that runs
         self.own_settings: frozenset[Path] = frozenset()
         self._process, self._end = self._start()
 
@@ -135,6 +136,7 @@ class ReadingProcess:
                 raise DataError("the processes that read samples have ended")
             self._end.close()
             self._process, self._end = self._start()
+            self._told = {}
         try:
             return self._ask(wanted)
         except (EOFError, OSError) as error:
@@ -144,10 +146,12 @@ class ReadingProcess:
             ) from error
 
     def _ask(self, wanted: SampleIds) -> Loaded | Exception:
-        self._end.send((wanted, self.settings))
+        settings = self.settings
+        self._end.send((wanted, settings if settings is not self._told else {}))
         answer: tuple[Loaded, frozenset[Path]] | Exception = self._end.recv()
-        if isinstance(answer, Exception):
+        if isinstance(answer, Exception):  # one of these settings may be why
             return answer
+        self._told = settings
         self.own_settings |= answer[1]
         return answer[0]
 

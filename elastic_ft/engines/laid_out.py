@@ -8,6 +8,7 @@ need be with shards of one.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -300,7 +301,7 @@ def _needs_fsdp(job: Job, layout: Layout, device: torch.device) -> bool:
 
 
 def shard(job: Job, module: nn.Module, blocks: Sequence[nn.Module], groups: Groups) -> None:
-    """Cuts ``module`` by FSDP2, each of its ``blocks`` by itself."""
+    """Cuts ``module`` by FSDP2, each of its ``blocks`` by itself, if it alone has its weights."""
     layout, mesh = _layout(groups), groups.mesh
     assert mesh is not None
     by_fsdp = layout.dp_replicate > 1 and job.comm.compress_replicas is None
@@ -315,10 +316,21 @@ def shard(job: Job, module: nn.Module, blocks: Sequence[nn.Module], groups: Grou
     }
     if groups.experts is not None:
         shard_experts(module, groups.experts, layout, options)
-    for block in [*blocks, module]:
+    for block in [*_with_weights_of_their_own(blocks, module), module]:
         unit = fully_shard(block, mesh=mesh[names], **options)
         if job.comm.compress_shards and layout.state_shards > 1:
             compress(unit)
+
+
+def _with_weights_of_their_own(
+    blocks: Sequence[nn.Module], module: nn.Module
+) -> Iterable[nn.Module]:
+    """FSDP2 cuts a weight once: one that two have is of what they are both in, ``module``."""
+    places = Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))
+    for block in blocks:
+        inside = Counter(id(weight) for _, weight in block.named_parameters(remove_duplicate=False))
+        if all(places[weight] == count for weight, count in inside.items()):
+            yield block
 
 
 def _parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

@@ -41,7 +41,7 @@ class Running:
         self.meant = (0, 0)  # the pass and micro-batch of which a mean came last
         self.agreed = False
         self.is_compared = False  # the loss of the global batch's first micro-batch
-        self.first: float | torch.Tensor | None = None  # that loss, or what is told of it so far
+        self.compared: list[torch.Tensor] = []  # that loss, each time that it was made
         self.ratio = 1.0  # by which gradients are multiplied to be means over all terms
         self.scaled = False
         self.norm: float | None = None  # of the global gradient, once agreed

@@ -12,6 +12,7 @@ has changed between its batch and the step: it will not do that again.
 
 from __future__ import annotations
 
+import types
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,13 @@ CHECKED_BITS = 20  # of the checksum that ranks compare: its squares add up exac
 WHOLE_EVERY_STEPS = 64  # and at powers of 2: large tensors are compared, too
 Named = Mapping[str, Any]
 T = TypeVar("T")
+CODE = (
+    type,
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.MethodType,
+    types.ModuleType,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,8 @@ class OwnState:
 
     def register(self, name: str, thing: Any) -> None:
         """Raises ConfigError, one line, for what can't be captured."""
+        if not hasattr(thing, "state_dict") and hasattr(thing, "__dict__"):
+            thing = Attributes(thing)
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(thing, method, None)):
                 kind = type(thing).__name__
@@ -74,6 +84,10 @@ class OwnState:
         if self.tensors:
             raise ConfigError(f"register: {name} comes after the first batch was asked for")
         self._objects[name] = thing
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._objects)
 
     @property
     def things(self) -> list[Any]:
@@ -182,14 +196,10 @@ class OwnState:
             for name, own in zip(self._objects, self._sums, strict=True)
         ]
 
-    def differing(self, summed: list[float], squared: list[float], world_size: int) -> str:
-        """The first object of which ranks have different states, "" if there is none.
-
-        Args:
-            summed, squared: over ranks, of ``sums`` and of their squares.
-        """
-        pairs = zip(self._objects, summed, squared, strict=True)
-        return next((n for n, s, q in pairs if world_size * q != s * s), "")
+    def sum_of_groups(self) -> int:
+        """A checksum of what optimizers' groups say now, whatever was captured."""
+        groups = [hyper.state_dict() for hyper in self.of_kind(Hyper)]
+        return _checksum(_pack("groups", groups, {}, {}))
 
 
 def _check_alike(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
@@ -309,6 +319,20 @@ def _plain_key(key: Any) -> Any:
 
 def _key(key: Any) -> Any:
     return tuple(key) if isinstance(key, list) else key
+
+
+class Attributes:
+    """Those of a thing without a ``state_dict``, but for functions and classes among them."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def state_dict(self) -> dict[str, Any]:
+        found = vars(self._thing).items()
+        return {name: value for name, value in found if not isinstance(value, CODE)}
+
+    def load_state_dict(self, state: Named) -> None:
+        vars(self._thing).update(state)
 
 
 class Hyper:

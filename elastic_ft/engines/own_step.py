@@ -181,7 +181,7 @@ class OwnStep:
         terms = self._terms(running, count)
         running.told += 1
         if running.is_compared and micro_batch.number == 0 and running.passes == 1:
-            self._note_first(running, loss.detach().double() * (of or 1))
+            self._note_compared(running, loss.detach().double() * (of or 1))
         if metrics:
             self._note_named(running, metrics, weight)
         if weight:
@@ -212,9 +212,10 @@ class OwnStep:
         assert told is not None
         return told
 
-    def _note_first(self, running: Running, loss: torch.Tensor) -> None:
-        before = 0.0 if running.first is None else running.first
-        running.first = before + loss
+    def _note_compared(self, running: Running, loss: torch.Tensor) -> None:
+        """Several losses of one micro-batch add up."""
+        made = running.compared
+        made[running.begun - 1 :] = [sum(made[running.begun - 1 :], loss)]
 
     def _note_named(self, running: Running, metrics: Any, weight: float) -> None:
         if running.agreed:

@@ -34,8 +34,8 @@ def check_called(model: nn.Module, before: Versions) -> None:
     if any(before.get(p) != found for p, found in versions(model.parameters()).items()):
         raise ConfigError(
             f"ctx.backward: {type(model).__name__} was not called with the step's last "
-            "micro-batch, and has gradients: call the module itself: its methods and parts skip "
-            "the reduction"
+            "micro-batch, and has gradients: call the module itself, in each pass over the batch: "
+            "its methods and parts, and what it made in the pass before, skip the reduction"
         )
 
 

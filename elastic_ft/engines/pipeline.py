@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ft.core.layouts.layout import count_stages, split_layers, stages_of
@@ -26,7 +25,13 @@ from elastic_ft.faults import Reach
 from elastic_ft.models import mixture_stage, stages
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.experts import MixtureDecoder
-from elastic_ft.models.loss import IGNORED_LABEL, TOKEN_KEYS, shifted, with_tokens
+from elastic_ft.models.loss import (
+    IGNORED_LABEL,
+    TOKEN_KEYS,
+    lengthened,
+    shifted,
+    with_tokens,
+)
 from elastic_ft.models.mixture_stage import MixtureStage
 from elastic_ft.models.stages import KEY, PrunedStage, check_stages, parts_of
 
@@ -187,7 +192,7 @@ class Pipeline:
         and of the loss what routers of theirs add.
         """
         batches = [self._read(m) for m in micro_batches]
-        tokens, targets, more = own_positions(self._any, *joined(batches))
+        tokens, targets, more = self._together(batches)
         shape = torch.Size((len(batches[0][0]), tokens.shape[1]))
         if shape != self._shape:
             self._runner, self._shape = self._make_runner(len(batches), shape), shape
@@ -208,6 +213,11 @@ class Pipeline:
     @property
     def _any(self) -> ModelStage:
         return next(iter(self.stages.values()))
+
+    def _together(self, batches: Sequence[Shifted]) -> Shifted:
+        """What ranks have of them. With ``context`` each rank's part of a length is a multiple."""
+        multiple = getattr(self._any, "length_multiple", 1) if self._any.context is None else 1
+        return own_positions(self._any, *joined(batches, multiple))
 
     def _read(self, micro_batch: MicroBatch) -> Shifted:
         return tokens_and_targets(micro_batch, self._device, self._any)
@@ -257,7 +267,7 @@ class Pipeline:
         """Returns (loss sum, tokens) of the rank that has the last stage; (0, 0) of the others."""
         total, count = 0.0, 0
         for micro_batch in micro_batches:
-            tokens, targets, more = own_positions(self._any, *self._read(micro_batch))
+            tokens, targets, more = self._together([self._read(micro_batch)])
             output = self._forward(tokens, more)
             if output is not None:
                 total += float(self.stages[self._count - 1].loss_sum(output, targets))
@@ -347,22 +357,18 @@ def tokens_and_targets(micro_batch: MicroBatch, device: torch.device, stage: Mod
     return tokens, targets, more
 
 
-def joined(batches: Sequence[Shifted]) -> Shifted:
-    """One after the other, each as long as the longest: what is causal does not see what comes
-    after it. Raises ConfigError if some have what others have not."""
+def joined(batches: Sequence[Shifted], multiple: int = 1) -> Shifted:
+    """One after the other, each as long as the longest, and that a ``multiple``. Raises ConfigError
+    if some have what others have not."""
     longest = max(tokens.shape[1] for tokens, _, _ in batches)
-    named = [{**more, "tokens": tokens} for tokens, _, more in batches]
-    keys = {tuple(sorted(of)) for of in named}
+    longest += -longest % multiple
+    keys = {tuple(sorted({*more, "tokens"})) for _, _, more in batches}
     if len(keys) > 1:
         found = " and ".join(", ".join(some) for some in sorted(keys)[:2])
         raise ConfigError(f"{KEY}: a step's micro-batches differ, some have {found}")
-
-    def together(tensors: Iterable[Tensor], filler: int = 0) -> Tensor:
-        return torch.cat([F.pad(t, (0, longest - t.shape[1]), value=filler) for t in tensors])
-
-    inputs = {key: together(of[key] for of in named) for key in named[0]}
-    targets = together((targets for _, targets, _ in batches), IGNORED_LABEL)
-    return inputs.pop("tokens"), targets, inputs
+    tokens, targets, inputs = zip(*(lengthened(*batch, longest) for batch in batches), strict=True)
+    more = {key: torch.cat([of[key] for of in inputs]) for key in inputs[0]}
+    return torch.cat(tokens), torch.cat(targets), more
 
 
 def own_positions(

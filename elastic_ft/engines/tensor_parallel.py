@@ -228,6 +228,7 @@ def _refuse_unlike(tensor: object, other: object, name: str) -> None:
 def _parallelize_decoder(model: Decoder | DecoderStage, mesh: DeviceMesh) -> None:
     tied = model.output is not None and model.embedding is not None
     tied = tied and model.output.weight is model.embedding.weight
+    model.length_multiple = mesh.size()
     for block in model.modules():
         if isinstance(block, Block):
             parallelize_module(block, mesh, _block_plan())

@@ -275,10 +275,12 @@ class Decoder(AnyDecoder):
 
     Attributes:
         loss_chunk_tokens: of so many tokens at a time are the logits of a loss made, if it is set.
+        length_multiple: of which a sequence's length is one, for those who share its positions.
     """
 
     layer = Block
     loss_chunk_tokens: int | None = None
+    length_multiple = 1
 
     def forward(
         self,
@@ -343,6 +345,7 @@ class DecoderStage(nn.Module):
 
     loss_chunk_tokens: int | None = None
     context: ContextShare | None = None
+    length_multiple = 1  # as of the whole model
     shares_positions = True  # among tensor-parallel ranks
 
     def __init__(self, whole: Decoder, layers: range) -> None:

@@ -81,16 +81,29 @@ def shifted(
     return tokens[:, :-1], (tokens if labels is None else labels)[:, 1:], inputs
 
 
+def lengthened(
+    tokens: Tensor, targets: Tensor, inputs: Mapping[str, Tensor], length: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What ``shifted`` returned, of ``length`` positions. Those that are added have no targets, and
+    are at the end, where what is causal does not see them."""
+    missing = length - tokens.shape[1]
+    longer = {key: F.pad(of, (0, missing)) for key, of in inputs.items()}
+    return F.pad(tokens, (0, missing)), F.pad(targets, (0, missing), value=IGNORED_LABEL), longer
+
+
 def _next_token_loss(model: nn.Module, **batch: Tensor) -> tuple[Tensor, Tensor | int]:
     tokens, targets, inputs = shifted(**batch)
-    context = getattr(_bare(model), "context", None)
+    context, multiple = (getattr(_bare(model), key, None) for key in ("context", "length_multiple"))
+    if missing := -tokens.shape[1] % (multiple or 1) if context is None else 0:
+        length = tokens.shape[1] + missing
+        tokens, targets, inputs = lengthened(tokens, targets, inputs, length)
     if context is not None:  # after the shift: each rank has the targets of its own positions
         there = torch.ones_like(tokens)
         inputs = context.inputs(inputs, tokens, _is_of_transformers(model))
         tokens, targets = context.cut(tokens), context.cut(targets, IGNORED_LABEL)
         if hasattr(_bare(model), "counts_tokens"):  # models.experts
             inputs["attention_mask"] = context.cut(there)
-    is_counted = bool(batch.keys() & {"labels", "attention_mask"}) or context is not None
+    is_counted = bool(batch.keys() & {"labels", "attention_mask"} or missing) or context is not None
     count = (targets != IGNORED_LABEL).sum() if is_counted else targets.numel()
     if getattr(_bare(model), "loss_chunk_tokens", None):
         return model(tokens, targets=targets, **inputs), count

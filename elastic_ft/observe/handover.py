@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import psutil
 
+from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.observe import alive
 from elastic_ft.observe.lines import local_path
 from elastic_ft.observe.run_reader import RunReader
@@ -32,16 +33,23 @@ SEEN_S, SEEN_REMOTE_S = 3.5, 12.0  # within which one that lives renews its sign
 
 
 def await_handover(
-    run_url: str, say: Callable[[str], object], timeout_s: float = TIMEOUT_S, next_s: float = 0.0
+    run_url: str,
+    say: Callable[[str], object],
+    timeout_s: float = TIMEOUT_S,
+    next_s: float = 0.0,
+    stopped: Callable[[], str] = lambda: "",
 ) -> None:
-    """Returns once nobody alive has the job, or after ``timeout_s``. Changes nothing but to ask.
+    """Returns once nobody alive has the job, or after ``timeout_s``. Changes nothing but to ask;
+    and where it is broken off, what was asked is withdrawn.
 
     Args:
         say: told what happens, a line each; nothing if nobody lives.
         next_s: for how long a controller is waited for that follows on one that is gone, where
             workers of this machine train on.
+        stopped: why nobody is to wait any more; "" while one is.
 
-    Raises StoreFailed; StorageError where the owner's object can't be understood.
+    Raises JobFailed once it is ``stopped``; StoreFailed; StorageError where the owner's object
+    can't be understood.
     """
     store = open_store(run_url, deadline_s=READ_DEADLINE_S)
     owner, ended = owners.newest(store)
@@ -52,8 +60,30 @@ def await_handover(
         return
     say(f"run {owner.run} of this job is alive on {owner.host}: it is asked to hand over")
     store.put(NAME, json.dumps({"run": owner.run}).encode())
+    try:
+        _await_end(store, owner, run_url, say, timeout_s, stopped)
+    except BaseException:  # an interrupt, too
+        with contextlib.suppress(StoreFailed):  # then it ends, though nobody follows
+            store.delete(NAME)
+        raise
+
+
+def _await_end(
+    store: Store,
+    owner: owners.Owner,
+    run_url: str,
+    say: Callable[[str], object],
+    timeout_s: float,
+    stopped: Callable[[], str],
+) -> None:
+    """As ``await_handover``, of one that was asked."""
     began_s, vigil, pause = time.monotonic(), alive.Vigil(run_url), threading.Event()
     while not _has_ended(store, owner.run):
+        if why := stopped():
+            raise JobFailed(
+                f"{why}, while run {owner.run} of this job, on {owner.host}, was asked to hand "
+                "over: it is no longer, and goes on unless it has obeyed"
+            )
         if dead := vigil.look():
             say(f"run {owner.run} did not hand over: {dead}")
             return

@@ -224,16 +224,27 @@ def check_replay(url: str | Path, *, exact: bool = True) -> ReplayVerdict:
         raise ConfigError(f"events.jsonl: a line has no seq: {str(odd[0])[:120]}")
     recorded = [line for line in lines if line["seq"] >= done.since]
     recorded = [line for line in recorded if line["seq"] not in done.noted]
-    same = 0
-    for then, now in zip(recorded, done.decisions, strict=False):
+    same, decided = 0, _to_be_written(done.decisions, recorded)
+    for then, now in zip(recorded, decided, strict=False):
         if found := _difference(then, now, exact):
             return ReplayVerdict(done.told, same, f"journal line {then['seq']}: {found}")
         same += 1
     if alone := recorded[same:]:
         return ReplayVerdict(done.told, same, f"the journal alone has {_shown(alone[0])}")
-    if more := done.decisions[same:]:
+    if more := decided[same:]:
         return ReplayVerdict(done.told, same, f"the core alone has {_shown(more[0])}")
     return ReplayVerdict(done.told, same)
+
+
+def _to_be_written(decisions: list[Line], recorded: list[Line]) -> list[Line]:
+    """All but an end that is not recorded there: that line comes last of all, is no decision where
+    more was found out meanwhile, and is missing where its controller was killed before."""
+    kept: list[Line] = []
+    for line in decisions:
+        here = recorded[len(kept) : len(kept) + 1]
+        if line["event"] != cmd.FINISHED or (here and here[0]["event"] == cmd.FINISHED):
+            kept.append(line)
+    return kept
 
 
 def _difference(then: Line, now: Line, exact: bool) -> str:

@@ -3,6 +3,8 @@
 No client can be told to stop waiting, and a mounted folder even less. So each call runs in a thread
 of its own; once the store is closed, who waits for it goes on at once and that thread is left
 behind: what it still receives is dropped, and it ends with the next piece, or its own deadline.
+In a mount that hangs it does not end: of one URL LEFT_MAX are left, then calls fail at once until
+some come back.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +20,7 @@ from elastic_ft.storage.backends import backend_of
 from elastic_ft.storage.kinds import Backend, Bytes
 from elastic_ft.storage.store import Store
 
+LEFT_MAX = 256  # more than a generation breaks off at once
 GRACE_S = 1.0  # beyond its deadline, for a filesystem to say itself what is wrong
 
 
@@ -36,7 +40,7 @@ class CancellableStore(Store):
         self, url: str, deadline_s: float = 60, moved: Callable[[int], None] = lambda nbytes: None
     ) -> None:
         backend, clean_url = backend_of(url)
-        self._calls = Calls(backend, moved)
+        self._calls = Calls(backend, moved, clean_url)
         super().__init__(clean_url, self._calls, deadline_s)
 
     def close(self) -> None:
@@ -53,8 +57,8 @@ class CancellableStore(Store):
 class Calls:
     """A backend each of whose calls ends by its deadline, or as soon as it is closed."""
 
-    def __init__(self, backend: Backend, moved: Callable[[int], None]) -> None:
-        self._backend, self._moved = backend, moved
+    def __init__(self, backend: Backend, moved: Callable[[int], None], url: str) -> None:
+        self._backend, self._moved, self._url = backend, moved, url
         self._lock = threading.Lock()
         self._waiting: set[_Answers] = set()
         self.closed = threading.Event()
@@ -114,8 +118,7 @@ class Calls:
             except BaseException as error:
                 answers.put(error)
 
-        with self._registered(answers):
-            threading.Thread(target=run, name="store-call", daemon=True).start()
+        with self._registered(answers), _left_behind.counted(self._url, run):
             while (answer := _next(answers, silent_s)) is not None:
                 if isinstance(answer, BaseException):
                     raise answer
@@ -132,6 +135,40 @@ class Calls:
         finally:
             with self._lock:
                 self._waiting.discard(answers)
+
+
+class LeftBehind:
+    """The threads that nobody waits for any more, by their store's URL."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def counted(self, url: str, run: Callable[[], None]) -> Iterator[None]:
+        """``run`` goes on in a thread of its own meanwhile, and may go on after that. Raises
+        TimeoutError where too many do."""
+        is_over = is_left = False
+
+        def run_counted() -> None:
+            nonlocal is_over
+            run()
+            with self._lock:
+                is_over = True
+                self._count[url] -= is_left
+
+        if self._count[url] >= LEFT_MAX:
+            raise TimeoutError(f"{LEFT_MAX} calls before this one have not come back")
+        threading.Thread(target=run_counted, name="store-call", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                is_left = not is_over
+                self._count[url] += is_left
+
+
+_left_behind = LeftBehind()
 
 
 def find_object(url: str, deadline_s: float) -> bool:

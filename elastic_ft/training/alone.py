@@ -10,8 +10,9 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,9 +26,11 @@ from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.this_process import member_here
 from elastic_ft.worker.worker import Worker
 
-END_TIMEOUT_S = 300.0  # the last checkpoint
+STANDS_S = 300.0  # a controller's thread; it waits for nothing but a disk, which may hang
+LOOK_S = 0.5
+END_TIMEOUT_S = 900.0  # of a job that is over: a store that is away is waited for
 AT_ONCE_S = 2.0  # for a controller that is asked again to stop
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
 
 
 class ThisProcess(Host):
@@ -112,9 +115,28 @@ class Alone:
         else:
             if isinstance(error, KeyboardInterrupt):
                 self._controller.stop("interrupted")
-            self.worker.finish()
+            with self._watched():
+                self.worker.finish()
         self._thread.join(END_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._leave(FAILED, f"its controller does not end, {END_TIMEOUT_S:g} s after its job")
         self.worker.close()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """While the job goes on to its end by what the controller does."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(LOOK_S):
+                if self._thread.is_alive() and self._controller.stands_s > STANDS_S:
+                    self._leave(FAILED, f"its controller stands still, for {STANDS_S:g} s now")
+
+        threading.Thread(target=watch, name="alone-end", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def _end_at_once(self) -> None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -123,13 +145,18 @@ class Alone:
             self._thread.join(AT_ONCE_S)
         if not self._thread.is_alive():
             return self.worker.close()
+        why = "interrupted again: ended at once, though its controller does not answer"
+        self._leave(INTERRUPTED, why)
+
+    def _leave(self, code: int, why: str) -> NoReturn:
         print(
-            "elastic_ft: interrupted again: ended at once, though its controller does not answer; "
-            f"the same script goes on from the newest checkpoint of {self._folder_url}",
+            f"elastic_ft: {why}; the same script goes on from the newest checkpoint of "
+            f"{self._folder_url}",
             file=sys.stderr,
         )
         sys.stdout.flush()
-        os._exit(INTERRUPTED)  # threads that hang would keep the interpreter from its end
+        sys.stderr.flush()
+        os._exit(code)  # threads that hang would keep the interpreter from its end
 
     def failed(self) -> JobFailed:
         """Why there is no next step."""

@@ -23,6 +23,7 @@ from elastic_ft.training.epochs import EpochSpan, begin_loop, check_through, las
 from elastic_ft.training.forgotten import Forgotten
 from elastic_ft.training.given import ALL_AT_ONCE, loggable, sort_out
 from elastic_ft.training.here import as_here, plainly
+from elastic_ft.training.lengths import watch_lengths
 from elastic_ft.training.loader import (
     Loader,
     bundle_of,
@@ -71,6 +72,7 @@ def init(job: Any = None, **sections: Any) -> Context:
         check_agrees(worker.job, {k: v for k, v in sections.items() if k not in LAUNCHED})
         _context = Context(worker)
     seed_all_for(_context.job.seed, 0, 0)
+    watch_lengths()
     return _context
 
 
@@ -116,7 +118,8 @@ class Context(Between):
         seed: int | Literal["job's"] | None = "job's",
         by_reference: bool = False,
     ) -> Any:
-        """Takes models, optimizers, schedulers and a DataLoader, in any order, once.
+        """Takes models, optimizers, schedulers and a DataLoader, in any order, once. Beside one
+        that shuffles there may be others, which stay as they are.
 
         Returns them in that order: the same objects, but for the loader, of which each item is a
         ``Batch``. Models are moved to ``device``. Raises ConfigError. Without a DataLoader the
@@ -131,12 +134,10 @@ class Context(Between):
             raise ConfigError(ALL_AT_ONCE)
         given = sort_out(things)
         if isinstance(given.loader, DataLoader):
-            check_options(given.loader, self.job.batch.micro_batch_size)
+            check_options(given.loader, self.job.batch)
             loader = self.loader(given.loader.dataset, given.loader.collate_fn)
-        else:
-            loader = given.loader
-            if loader is None:  # one of a stream has no length, by which to be true
-                loader = Loader(self, drawn_bundle())
+        else:  # one of a stream has no length, by which to be true
+            loader = Loader(self, drawn_bundle()) if given.loader is None else given.loader
         engine = OwnEngine(self.job, given.models, given.optimizers, self.device)
         engine.by_reference = by_reference
         engine.seed = self.job.seed if seed == "job's" else seed
@@ -425,7 +426,6 @@ class Context(Between):
 
     def batches(self) -> Iterator[Batch]:
         """What a prepared loader gives."""
-        own = self._steering("prepare")
         if self._ended:
             raise UsageError(
                 "the loader has ended: it is the whole training, not one epoch; write "
@@ -433,7 +433,7 @@ class Context(Between):
             )
         self._given = begin_loop(self._given, self._span, self.job.elastic.max_workers)
         while self._is_dealt():
-            given = Batch(own.engine, self._awaited())
+            given = Batch(self._steering("prepare").engine, self._awaited())
             self._until = last_step(self._span, self._until, given.number, self.latest)
             if self._span is not None and given.number > self._until:
                 return  # the epoch has ended without this process

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from elastic_ft.torch_private import no_collectives
 from elastic_ft.worker.steering import Steering
 
 log = logging.getLogger(__name__)
@@ -183,10 +184,12 @@ def _tensors_of(thing: Any) -> Iterator[torch.Tensor]:
 
 def _print_of(thing: Any, owned: set[int]) -> list[Any]:
     """Equal to what it was as long as nothing that it keeps has changed, as far as can be seen at
-    little cost. ``owned``: the addresses of tensors that others keep."""
+    little cost. ``owned``: the addresses of tensors that others keep. Who joins looks when the
+    others do not: they would take part in no collective."""
     try:
         found = list[Any]()
-        _add_print(thing.state_dict(), owned, found, 0)
+        with no_collectives():
+            _add_print(thing.state_dict(), owned, found, 0)
     except Exception:  # the user's: it may raise anything, and is only looked at
         return []
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.loader import Loader
@@ -70,11 +70,14 @@ def sort_out(things: tuple[Any, ...]) -> Given:
     for kind, found in (("nn.Module", models), ("optimizer", optimizers)):
         if not found:
             raise ConfigError(f"ctx.prepare: expected at least one {kind}, found none")
+    shuffled = [x for x in loaders if isinstance(getattr(x, "sampler", None), RandomSampler)]
+    if len(loaders) > 1 and len(shuffled) == 1:  # the others are held-out ones
+        loaders = shuffled
     if len(loaders) > 1:
         raise ConfigError(
             f"ctx.prepare: expected one DataLoader, found {len(loaders)}: of several that are "
-            "trained on make one, of a dataset whose samples have a part of each; leave others as "
-            "they are, for ctx.evaluate(function, loader)"
+            "trained on make one, of a dataset whose samples have a part of each; held-out ones "
+            "may come, too, where only the one that is trained on says shuffle=True"
         )
     return Given(models, optimizers, *(loaders or [None]), kept)
 

@@ -22,6 +22,7 @@ from elastic_ft.data.reading_processes import ReadingProcesses
 from elastic_ft.data.stream import SampleStream
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
+from elastic_ft.training.lengths import warn_of_length
 
 
 class Drawn:
@@ -80,7 +81,12 @@ class Loader:
         for a stream, as torch's loader does."""
         if self.is_stream:
             raise TypeError("the loader of a stream has no length")
-        return max(1, len(self.bundle.train) // self._context.job.batch.global_batch_size)
+        return steps_in(self.bundle.train, self._context.job.batch)
+
+
+def steps_in(samples: Any, batch: BatchConfig) -> int:
+    """Whole ones of one pass, at least one."""
+    return max(1, len(samples) // batch.global_batch_size)
 
 
 REFUSED = {  # options of a DataLoader, and what else
@@ -93,16 +99,15 @@ OF_PROCESSES = ("num_workers", "persistent_workers", "multiprocessing_context")
 WITHOUT_EFFECT = ("pin_memory",)
 
 
-def check_options(loader: DataLoader[Any], size: int) -> None:
-    """Raises ConfigError for an option that can't be honoured; warns of those without effect.
-
-    ``size``: of a micro-batch of the job.
-    """
+def check_options(loader: DataLoader[Any], batch: BatchConfig) -> None:
+    """Raises ConfigError for an option that can't be honoured; warns of those without effect."""
+    size = batch.micro_batch_size
     for name, instead in REFUSED.items():
         if getattr(loader, name, None):
             raise ConfigError(f"DataLoader.{name}: refused: {instead}")
     if not is_stream(loader.dataset):
         check_sampler(loader)
+        warn_of_length(loader, batch, steps_in(loader.dataset, batch))
     if loader.batch_size != size:
         raise ConfigError(
             f"batch.micro_batch_size: the job has {size}, the DataLoader's batch_size is "

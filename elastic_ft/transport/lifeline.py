@@ -113,8 +113,8 @@ class Lifeline:
         """Returns False if it did not go out; see ``LineOutbox.send``."""
         return self._outbox.send(message)
 
-    def await_room(self) -> None:
-        self._outbox.await_room()
+    def await_room(self, timeout_s: float) -> bool:
+        return self._outbox.await_room(timeout_s)
 
     def receive(self) -> Any:
         """What a controller says. Raises EOFError as ``Channel.receive``, once the last one is

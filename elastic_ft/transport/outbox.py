@@ -111,16 +111,20 @@ class LineOutbox:
         self.catch_up()
         return again
 
-    def await_room(self) -> None:
-        """Waits while so much is kept that no more is to be made: nothing is ever dropped.
+    def await_room(self, timeout_s: float) -> bool:
+        """Waits while so much is kept that no more is to be made: nothing is ever dropped. False:
+        there is still no room after ``timeout_s``.
 
         A worker comes here at the end of a step. It waits where its controllers could make nothing
-        durable for thousands of steps; not longer than it has, or looks for, a controller.
+        durable for thousands of steps; not longer than it has, or looks for, a controller. To one
+        that lives it looks hung by then, and is replaced after ``hang_timeout_s``.
         """
         if len(self._kept) < self._kept_max:
-            return
+            return True
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._kept) < self._kept_max)
+            return self._changed.wait_for(
+                lambda: self._closed or len(self._kept) < self._kept_max, timeout_s
+            )
 
     def close(self) -> None:
         """Nothing will be acknowledged any more."""

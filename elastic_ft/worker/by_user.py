@@ -20,8 +20,9 @@ from elastic_ft.models.named import NamedSums, checked
 from elastic_ft.worker import same_losses
 from elastic_ft.worker.agreement import sum_over_members
 from elastic_ft.worker.loop import Loop, Made, Making
+from elastic_ft.worker.odd_ranks import check_checksum, odd_sum
 from elastic_ft.worker.party import Party
-from elastic_ft.worker.same_losses import check_same_losses
+from elastic_ft.worker.same_losses import Compared, check_same_losses
 from elastic_ft.worker.steering import Dealt, Done, Ended, MakeHere, Steering
 from elastic_ft.worker.step import Step
 from elastic_ft.worker.traces import user_frames
@@ -34,6 +35,16 @@ COMES_LATE = (
 )
 # What a script raises where something is not there; a collective that broke raises RuntimeError.
 LACKING = (AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
+DIFFERS = (
+    "register: the state of {name} differs between ranks after step {step}: make it of what all "
+    "ranks have (the step's loss, sums of ctx.evaluate), or leave it out"
+)
+RATES = (
+    "@ctx.step: an optimizer's groups (its rate, here {rates}) are others on another rank as step "
+    "{step} is made: they are made of what ranks do not share, a count of the script's own, say: "
+    "make them of the step's place (batch.number, enumerated=True, the epoch), or give the count "
+    "to ctx.register"
+)
 Handed = MakeHere | Dealt | Done | Ended | Step
 
 
@@ -159,39 +170,55 @@ class ByUser:
         if attempt.agreed is not None:  # another optimizer's, of the same step
             agreed = attempt.agree(loss, terms, squares)
             return agreed.tokens, agreed.squares
+        sums = [*sums, self._engine.own.sum_of_groups()]
         count, world, named = len(sums), loop.groups.world_size, self._engine.named
         if not self._alike:
             check_named_alike(named.names, world)
             self._alike = True
         compared = [*map(float, sums), *(float(x) * x for x in sums)]
-        first = self._first() if attempt.is_compared else None
-        shown = same_losses.told(first) if attempt.is_compared else []
+        made = self._compared()
+        shown = same_losses.told(made) if attempt.is_compared else []
         agreed = attempt.agree(loss, terms, squares, [*shown, *compared, *named.sums()])
         seen, more = agreed.more[: len(shown)], agreed.more[len(shown) :]
         summed, squared = more[:count], more[count : 2 * count]
         self._metrics = named.means(more[2 * count :])
-        if name := self._engine.own.differing(list(summed), list(squared), world):
-            raise ConfigError(
-                f"register: the state of {name} differs between ranks after step {loop.step}: make "
-                "it of what all ranks have (the step's loss, sums of ctx.evaluate), or leave it out"
-            )
+        self._check_alike(loop, sums, list(summed), list(squared))
         if seen:
-            self._check_first(loop, first, seen)
+            self._check_first(loop, made, seen)
         self._rate = self._engine.optimizers[0].param_groups[0]["lr"]
         return agreed.tokens, agreed.squares
 
-    def _first(self) -> float | None:
-        """The loss of the global batch's first micro-batch here. None: the function told none of
-        padding."""
-        running = self._engine.running
-        if running is None or running.first is None:
-            return None
-        return float(running.first) or None
+    def _check_alike(
+        self, loop: Loop, sums: Sequence[float], summed: list[float], squared: list[float]
+    ) -> None:
+        """Raises where ranks have other checksums. The last one is of optimizers' groups as they
+        are now: who has come in may have a rate of its own, and would make the step with it."""
+        world = loop.groups.world_size
+        number = odd_sum(summed, squared, world)
+        if number is None:
+            return
+        names = self._engine.own.names
+        if number < len(names):
+            why = DIFFERS.format(name=names[number], step=loop.step)
+        else:
+            rates = ", ".join(
+                f"{group['lr']:g}" for o in self._engine.optimizers for group in o.param_groups
+            )
+            why = RATES.format(step=loop.step + 1, rates=rates)
+        place = (loop.groups.rank or 0, world, self._has_trained)
+        check_checksum(float(sums[number]), *place, why, self._engine.check_groups)
 
-    def _check_first(self, loop: Loop, first: float | None, seen: Sequence[float]) -> None:
+    def _compared(self) -> Compared:
+        """The losses of the global batch's first micro-batch here. None: the function told none of
+        padding."""
+        found = self._engine.running.compared if self._engine.running is not None else []
+        losses = [float(loss) or None for loss in found]
+        return Compared(*losses[:2]) if losses else Compared(None)
+
+    def _check_first(self, loop: Loop, made: Compared, seen: Sequence[float]) -> None:
         engine, groups = self._engine, loop.groups
         place = (groups.rank or 0, groups.world_size, self._has_trained, loop.step + 1)
-        check_same_losses(first, seen, *place, engine.device, engine.check_groups)
+        check_same_losses(made, seen, *place, engine.device, engine.check_groups)
 
     def rate(self, step: int) -> float:
         return float(self._rate)

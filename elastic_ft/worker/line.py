@@ -95,8 +95,12 @@ class ControllerLine:
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     def send(self, message: Any) -> bool:
-        if type(message) is StepApplied:
-            self._lifeline.await_room()
+        """Raises ControllerLost where what is told of steps is made durable by nobody."""
+        within_s = self._elastic.suspend_timeout_s
+        if type(message) is StepApplied and not self._lifeline.await_room(within_s):
+            why = f"no controller has made durable what it was told, for {within_s:g} s"
+            log.error("%s ends: %s", self._worker, why)
+            raise ControllerLost(why)
         return self._lifeline.send(message)
 
     def note(self, event: str, reason: str, **fields: Any) -> None:

@@ -24,7 +24,8 @@ class StepPlan:
     """Of one generation, for one of its ranks.
 
     At a few steps, ``compared_at``, each rank has the global batch's first micro-batch: as padding
-    where it is another's. What a loop of the user's makes of it must be the same everywhere.
+    where it is another's, and whose it is once more, as padding behind it. What a loop of the
+    user's makes of it must be the same everywhere, and the second time.
 
     Args:
         ranks, rank: that share out a global batch, and which of them this is.
@@ -55,7 +56,7 @@ class StepPlan:
     def wanted(self, step: int, per_rank: Callable[[Sequence[int]], int]) -> int:
         """How many micro-batches each rank has at least. ``per_rank``: of what each was dealt."""
         shown = self.compared_at(step)
-        counts = [len(dealt) + (shown and rank > 0) for rank, dealt in enumerate(self.dealt)]
+        counts = [len(dealt) + shown for dealt in self.dealt]
         # Who was dealt as many as the others may have a collective for each.
         return max(counts) if shown else per_rank(counts)
 
@@ -63,9 +64,9 @@ class StepPlan:
         """This rank's, at least ``wanted``."""
         own = self.dealt[self._rank]
         found = [Planned(n, ids, 1.0) for n, ids in zip(own, self._read(step, own), strict=True)]
-        if self.compared_at(step) and self._rank > 0:
+        if self.compared_at(step):
             (first,) = self._read(step, range(1))
-            found.insert(0, Planned(0, first, 0.0))
+            found.insert(1 if self._rank == 0 else 0, Planned(0, first, 0.0))
         padding = range(own.stop, own.stop + wanted - len(found) if found else own.stop)
         return found + [Planned(number, found[-1].ids, 0.0) for number in padding]
 

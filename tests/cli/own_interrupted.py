@@ -2,7 +2,9 @@
 
 Argument: "step": in the function of a step; "attempt": in the block of one, before its optimizer
 steps; "late": after it; "script": in the function of a step, and nobody catches it; "stuck": the
-same, and again while the script ends, with a controller that does nothing any more.
+same, and again while the script ends, with a controller that does nothing any more. "stands",
+"closes": nobody interrupts it, and its controller stands still at the script's last step, or ends
+never.
 """
 
 import os
@@ -15,11 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ft
 from elastic_ft.controller.controller import Controller
+from elastic_ft.training import alone
 
-WHAT, AT = sys.argv[1], 3
+WHAT, AT, LAST = sys.argv[1], 3, 6
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal has it, and `&` has not
 
-ctx = elastic_ft.init(steps=6, batch={"global_batch_size": 4, "micro_batch_size": 2})
+ctx = elastic_ft.init(steps=LAST, batch={"global_batch_size": 4, "micro_batch_size": 2})
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.zeros_(model.weight)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -40,6 +43,12 @@ def body(batch):
 
 
 def interrupt(batch):
+    if batch.number == LAST and WHAT in ("stands", "closes"):
+        alone.STANDS_S = alone.END_TIMEOUT_S = 1.0
+        name = "_turn" if WHAT == "stands" else "_close"
+        setattr(Controller, name, lambda controller: threading.Event().wait())
+    if WHAT in ("stands", "closes"):
+        return
     if batch.number == AT and not left:
         left.append(batch.number)
         if WHAT == "stuck":

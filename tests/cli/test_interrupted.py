@@ -59,3 +59,17 @@ def test_a_second_interrupt_ends_a_script_whose_controller_does_not_answer(folde
     code, said = interrupted(folder, "stuck")
     assert code == 130, said
     assert said[-1].startswith("elastic_ft: interrupted again: ended at once"), said
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("stands", "its controller stands still"), ("closes", "its controller does not end")],
+)
+def test_a_script_does_not_wait_for_ever_for_a_controller_that_hangs(
+    folder: Path, what: str, why: str
+) -> None:
+    """An hour and more, where its run folder's mount hangs; or it ended as if all were well."""
+    code, said = interrupted(folder, what)
+    assert code == 1, said
+    assert said[-1].startswith(f"elastic_ft: {why}"), said
+    assert "goes on from the newest checkpoint of " in said[-1]

@@ -146,6 +146,8 @@ def broken(name: str) -> Folder:
             result["reason"] = ""
         case "not finished":
             del events[-1]
+        case "two ends":
+            events[-1]["status"] = "suspended"
         case "result miscounts":
             result["steps"] = 5
         case "ends early":
@@ -205,6 +207,7 @@ def broken(name: str) -> Folder:
         ("no end", ["I7: there is no result.json: the run did not end"]),
         ("no reason to end", ["I7: the run is completed for no reason"]),
         ("not finished", ["I7: the journal has no finished event"]),
+        ("two ends", ["I7: the journal says suspended, result.json says completed"]),
         ("result miscounts", ["I7: result.json has 5 steps, steps.jsonl ends with 6"]),
         ("ends early", ["I7: completed at step 5 of 6"]),
         ("unexplained", ["I8: event 3, worker_lost, has no reason"]),

@@ -50,6 +50,19 @@ def test_a_joiner_that_raises_does_not_end_the_job() -> None:
     assert script.state.committed == 4
 
 
+def test_a_node_is_avoided_for_longer_with_each_that_it_refuses() -> None:
+    """Each try costs all others a pause, and what a script lacks it will lack the next time."""
+    script = Script(Policy(1, 3, avoid_node_s=600)).run(a="n1", b="n2")
+    script.train(1, 2, 3)
+    found = []
+    for number in range(12):
+        commands = raised(script, f"w{number}", "n3")
+        found += [c.for_s for c in commands if isinstance(c, AvoidNode)]
+        script.tell(WorkerLost, f"w{number}", "exited with code 1")
+    assert found == [600, 1200, 2400, 4800, 9600, 19200, 38400, 76800, *[86400] * 3]
+    assert script.journalled("node_avoided")[-1].endswith("no worker is started there for 86400 s")
+
+
 def test_it_is_refused_once_and_stays_out() -> None:
     script = Script(Policy(1, 3)).run(a="n1", b="n2")
     raised(script, "c", "n3")

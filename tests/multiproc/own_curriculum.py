@@ -17,10 +17,8 @@ OUT, READERS = Path(sys.argv[1]), int(sys.argv[2])
 
 
 class Harder(Dataset):
-    level = 0
-
     def __init__(self) -> None:
-        self.rows, self.level = torch.randn(64, 8), 0
+        self.rows, self.level = torch.randn(64, 8), torch.zeros(())
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -58,7 +56,7 @@ def train_step(batch):
 
 
 for epoch in ctx.epochs(3):
-    harder.level = epoch
+    harder.level = torch.tensor(float(epoch))
     for batch in loader:
         cut.width = 3 + batch.number % 5
         train_step(batch)

@@ -55,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model": {"transformers": LLAMA | {"model_type": "mixtral"} | EXPERTS}},
     "qwen3": {"model": {"transformers": LLAMA | {"model_type": "qwen3", "head_dim": 4}}},
     "own": {"model": {"path": "tests.multiproc.tiny:mixer", "kwargs": {}}},
+    "recurring": {"model": {"path": "tests.multiproc.tiny:recurring", "kwargs": {}}},
     "routed": {"model": {"path": "tests.multiproc.tiny:routed", "kwargs": {}}},
     "mixture": {"model": OF_EXPERTS},
     "decoder": {},
@@ -247,6 +248,14 @@ def test_tied_embeddings_in_two_stages(
     assert_close(train(job_of("decoder tied", strategy, parallel=parallel), world), alone, EXACT)
 
 
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])
+def test_layers_that_share_a_weight(train: Train, strategy: str, world: int) -> None:
+    parallel = {"shard_size": 2} if strategy == "hsdp" else {}
+    batch = COMMON["batch"]
+    found = train(job_of("recurring", strategy, parallel=parallel, batch=batch), world)
+    assert_close(found, train(job_of("recurring", batch=batch), 1), EXACT)
+
+
 @pytest.mark.parametrize(
     ("model", "strategy", "world", "parallel"),
     [
@@ -273,6 +282,27 @@ def test_stages_take_a_tokenizers_batches(train: Train) -> None:
     alone = train(job_of("llama", data=data), 1)
     found = train(job_of("llama", "fsdp", parallel={"pp": 2}, data=data), 4)
     assert_close(found, alone, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "world", "parallel"),
+    [
+        ("decoder", "fsdp", 4, {"tp": 2}),
+        ("decoder tied", "ddp", 3, {"tp": 3, "loss_chunk_tokens": 5}),
+        ("decoder", "ddp", 4, {"pp": 2, "tp": 2}),
+        ("decoder", "ddp", 4, {"cp": 2, "tp": 2}),
+        ("llama", "fsdp", 4, {"tp": 2}),
+    ],
+)
+def test_batches_of_any_length(
+    pool: Pool, train: Train, model: str, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    """Tensor-parallel ranks share positions between layers, whose number they need not divide."""
+    data = {"path": "tests.multiproc.tiny:of_any_length", "kwargs": {}}
+    one, many = job_of(model, data=data), job_of(model, strategy, parallel=parallel, data=data)
+    assert_close(train(many, world), train(one, 1), EXACT)
+    (alone,) = pool(held_out_loss, one, world=1)
+    assert pool(held_out_loss, many, world=world) == pytest.approx([alone] * world, rel=EXACT)
 
 
 @pytest.mark.parametrize(

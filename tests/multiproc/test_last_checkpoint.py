@@ -11,6 +11,7 @@ import pytest
 
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core import commands as cmd
+from elastic_ft.observe.replay import check_replay
 from elastic_ft.observe.run_folder import read_lines
 from tests.multiproc.harness import ROOT, Run, make_job, run_job
 from tests.multiproc.test_own_loop import make_job as own_job
@@ -138,7 +139,7 @@ class DamagedAtTheEnd:
         lines = read_lines(self.folder / "run/events.jsonl")
         if any(line["event"] == "checkpoint_committed" for line in lines):
             (self.folder / "end").touch()
-        if any(line["event"] == "finished" for line in lines):
+        if controller.state.phase == "ended":
             self._decided.set()
 
     def _damage(self, command: cmd.CommitCheckpoint) -> None:
@@ -165,3 +166,6 @@ def test_no_job_is_complete_with_a_checkpoint_that_is_found_damaged_at_its_end(
     assert run.result["reason"].startswith("all 3 steps are committed, but not in a checkpoint: ")
     assert run.result["reason"].endswith("; there is no checkpoint")
     assert run.result["checkpoints"] == []
+    (told,) = run.all("finished")
+    assert (told["status"], told["reason"]) == (run.result["status"], run.result["reason"])
+    assert check_replay(run.path).difference == ""

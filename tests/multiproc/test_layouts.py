@@ -47,28 +47,45 @@ WAITED = {
 
 
 @pytest.fixture(scope="module")
-def trained() -> Iterator[dict[str, list[Found] | Exception]]:
+def pool() -> Iterator[Pool]:
+    with Pool(max(world for _, world, _ in LAYOUTS.values())) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pool) -> dict[str, list[Found] | Exception]:
     """By name, what every rank found."""
     found: dict[str, list[Found] | Exception] = {}
-    with Pool(max(world for _, world, _ in LAYOUTS.values())) as pool:
-        for name, (_, world, _) in LAYOUTS.items():
-            try:
-                found[name] = pool(timed_from_the_start, job_of(name), TRAINED, world=world)
-            except RuntimeError as error:
-                found[name] = error
-    yield found
+    for name, (_, world, _) in LAYOUTS.items():
+        try:
+            found[name] = pool(timed_from_the_start, job_of(name), TRAINED, world=world)
+        except RuntimeError as error:
+            found[name] = error
+    return found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trains_as_one_process_does(trained: dict[str, Any], name: str) -> None:
     if isinstance(trained[name], Exception):
         raise trained[name]
+    assert_golden(name, trained[name], TRAINED)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_trains_all_golden_steps(pool: Pool, name: str) -> None:
+    world = LAYOUTS[name][1]
+    assert_golden(name, pool(timed_from_the_start, job_of(name), STEPS, world=world), STEPS)
+
+
+def assert_golden(name: str, found: list[Found], steps: int) -> None:
     golden: dict[str, list[float]] = json.loads(GOLDEN.read_text())[variant_of(name)]
-    for layout, steps, _ in trained[name]:
+    for layout, trained, _ in found:
         assert layout == name.split()[0]
         for key, expected in golden.items():
-            losses = [step[key] for step in steps]
-            assert losses == pytest.approx(expected[:TRAINED], rel=TOLERANCE, abs=0)
+            assert len(expected) == STEPS
+            losses = [step[key] for step in trained]
+            assert losses == pytest.approx(expected[:steps], rel=TOLERANCE, abs=0)
 
 
 @pytest.mark.parametrize("name", WAITED)

@@ -168,6 +168,18 @@ def ragged() -> Any:
     return Ragged()
 
 
+class OfAnyLength(Counted):
+    """A batch is as long as its first sample says: of 4 to 12 positions, odd ones among them."""
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        tokens = super().collate(samples)["tokens"]
+        return {"tokens": tokens[:, : 5 + int(tokens[0, 0]) % 9]}
+
+
+def of_any_length() -> Any:
+    return OfAnyLength()
+
+
 class Mixer(torch.nn.Module):
     """A language model that is no decoder: each position sees the mean of those before it."""
 
@@ -205,6 +217,27 @@ class Matrices(torch.nn.Module):
 
 def matrices() -> torch.nn.Module:
     return Matrices()
+
+
+class Recurring(torch.nn.Module):
+    """The first layer and the last one have the same weight, and the head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(Counted.vocab_size, 16)
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Linear(16, 16) for _ in range(3)),
+            torch.nn.Linear(16, Counted.vocab_size, bias=False),
+        )
+        self.layers[2].weight = self.layers[0].weight
+        self.layers[3].weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.embedding(tokens))
+
+
+def recurring() -> torch.nn.Module:
+    return Recurring()
 
 
 class Routed(torch.nn.Module):

@@ -269,10 +269,14 @@ def test_what_is_found_out_of_checkpoints_while_a_job_ends_is_said(
     ending = Ending(controller)
     monkeypatch.setattr(controller._publisher, "close", ending)
     controller.stop("enough")
-    assert controller.run()["status"] == "stopped"
-    events = [line["event"] for line in read_lines(folder.path / "events.jsonl")]
+    result = controller.run()
+    assert result["status"] == "stopped"
+    lines = read_lines(folder.path / "events.jsonl")
+    events = [line["event"] for line in lines]
     assert {"checkpoint_refused", "checkpoint_warning"} < set(events)
     assert ending.at_once[0]
+    assert events[-1] == "finished" and events.count("finished") == 1
+    assert (lines[-1]["status"], lines[-1]["reason"]) == (result["status"], result["reason"])
 
 
 def test_who_answered_while_others_were_heard_was_in_time(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from elastic_ft.cli.check_model import check_model_and_data
 from elastic_ft.config import Job, parse_job
 from elastic_ft.errors import ModelError
+from elastic_ft.hosts.local import forked_call, warm
 from elastic_ft.hosts.local.forked_call import call_forked
 from elastic_ft.hosts.local.warm import start_warm
 from elastic_ft.hosts.ray.cluster import wait_for
@@ -66,6 +68,53 @@ def test_no_answer_is_none_and_the_folder_is_ours(
     assert call_forked("asked_here:breaks", job) is None
     manager = call_forked("asked_here:shares", job)  # which has the pipe, too, while it lives
     wait_for(lambda: ended(manager), WAIT_S, "the end of the model's own process")
+
+
+STANDS = """
+import os, pathlib, signal
+def stands(job):
+    pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_who_is_stopped_as_it_answers_is_not_waited_for(
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """`elastic-ft run` stood there for ever, and said nothing."""
+    monkeypatch.setattr(forked_call, "LOOK_S", 0.05)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "stands_still.py").write_text(STANDS)
+    start_warm()
+    assert asked_in_time("stands_still:stands", job) == [None]
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: ended(pid), WAIT_S, "its end")
+    assert "stands still" in capfd.readouterr().err
+    assert call_forked(CHECK, job) == check_model_and_data(job), "the warm process goes on"
+
+
+def test_a_warm_process_that_is_stopped_is_not_waited_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_call, "LOOK_S", 0.05)
+    start_warm()
+    assert warm._warm is not None
+    process = psutil.Process(warm._warm.pid)
+    process.suspend()
+    assert asked_in_time(CHECK, job) == [None]
+    assert not process.is_running() and start_warm(), "another one is started in its place"
+    assert call_forked(CHECK, job) == check_model_and_data(job)
+
+
+def asked_in_time(function: str, job: Job) -> list[Any]:
+    found = list[Any]()
+    asking = threading.Thread(target=lambda: found.append(call_forked(function, job)), daemon=True)
+    asking.start()
+    asking.join(2 * WAIT_S)
+    return found
 
 
 def ended(pid: int) -> bool:

@@ -19,6 +19,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import KEEPER, WorkerId
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe import alive
+from elastic_ft.observe.replay import check_replay
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.observe.run_reader import read_lines
 from elastic_ft.storage import owners
@@ -247,7 +248,35 @@ def test_keepers_of_a_job_that_has_ended_unsaved_save_at_once(
     assert result["status"] == status, result
     assert line.owner().address == "" and line.owner().adopts == second.run_id
     assert line.host.given_s == [least_s]
-    assert line.events("in_charge") and line.events("finished")[-1]["status"] == status
+    (told,) = line.events("finished")
+    assert line.events("in_charge") and (told["status"], told["reason"]) == (
+        result["status"],
+        result["reason"],
+    )
+    assert check_replay(tmp_path / "run").difference == ""
+
+
+def test_a_controller_killed_as_it_ended_leaves_its_last_line_to_the_next(tmp_path: Path) -> None:
+    """With the line, and before the result."""
+    line = Line(tmp_path)
+    first = line.controller()
+    tell = first._tell_end
+
+    def die(*finish: Any) -> None:
+        tell(*finish)
+        first.run_folder.flush()
+        raise Killed
+
+    first._tell_end = die  # type: ignore[method-assign]
+    first.stop("enough")
+    with pytest.raises(Killed):
+        first.run()
+    assert len(line.events("finished")) == 1 and not (tmp_path / "run/result.json").exists()
+    result = line.controller().run()
+    (told,) = line.events("finished")
+    assert (told["status"], told["reason"]) == (result["status"], result["reason"])
+    assert told["seq"] > line.events("in_charge")[-1]["seq"]
+    assert check_replay(tmp_path / "run").difference == ""
 
 
 def test_a_claim_that_comes_to_nothing_leaves_all_as_it_was(

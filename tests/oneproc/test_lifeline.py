@@ -14,13 +14,14 @@ import pytest
 
 from elastic_ft.core.assignment import Keeper, Member
 from elastic_ft.core.commands import DropKept, ReleaseWorker, UseKeeper
+from elastic_ft.core.events import StepApplied
 from elastic_ft.errors import StoreFailed
 from elastic_ft.faults import Points
 from elastic_ft.storage.store import Store, open_store
 from elastic_ft.transport.control import Hello, Note, connect
 from elastic_ft.transport.lifeline import SAME_MAX, Lifeline
 from elastic_ft.transport.succession import Search, parse_address
-from elastic_ft.worker.line import ControllerLine, Hooks
+from elastic_ft.worker.line import ControllerLine, ControllerLost, Hooks
 from tests.oneproc.realms import MEMBER, SOON_S, Realm, Reigning, pulsing
 
 
@@ -71,7 +72,25 @@ def test_what_goes_wrong_in_looking_for_a_controller_is_the_lines_end(realm: Rea
     realm.reigning()
     with pytest.raises(EOFError, match="OverflowError: what nobody thought of"):
         lifeline.receive()
-    lifeline.await_room()
+    assert lifeline.await_room(SOON_S)
+
+
+def test_a_worker_does_not_wait_for_ever_for_what_it_told_to_be_durable(
+    realm: Realm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller lives, and can write nothing."""
+    first = realm.reigning()
+    lifeline = realm.lifeline(first)
+    monkeypatch.setattr(lifeline._outbox, "_kept_max", 2)
+    hooks = Hooks(lambda: 0, raises, lambda welcome: None)
+    line = ControllerLine(lifeline, MEMBER, Points("w0", (), lambda index: None), hooks, 1.0)
+    realm.closing.append(line.close)
+    elastic = line._elastic.model_copy(update={"suspend_timeout_s": 0.1})
+    monkeypatch.setattr(line, "_elastic", elastic)
+    applied = [StepApplied(0.0, "w0", 1, step, {}) for step in (1, 2, 3)]
+    assert line.send(applied[0]) and line.send(applied[1])
+    with pytest.raises(ControllerLost, match="no controller has made durable what it was told"):
+        line.send(applied[2])
 
 
 def test_what_a_worker_can_not_do_is_the_lines_end(realm: Realm) -> None:

@@ -83,9 +83,10 @@ def test_what_is_of_the_moment_has_no_number_and_is_not_told_again() -> None:
 def test_nothing_is_dropped_where_too_much_is_kept() -> None:
     box = outbox(Wire(), kept_max=3)
     for step in range(1, 4):
-        box.await_room()
+        assert box.await_room(WAIT_S)
         box.send(held(step))
-    waiting = threading.Thread(target=box.await_room)
+    assert not box.await_room(0.01), "nobody makes anything durable"
+    waiting = threading.Thread(target=box.await_room, args=[WAIT_S])
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
@@ -94,7 +95,7 @@ def test_nothing_is_dropped_where_too_much_is_kept() -> None:
     assert not waiting.is_alive()
     box.send(held(4))
     box.close()
-    box.await_room()  # nobody will acknowledge anything
+    assert box.await_room(0.0)  # nobody will acknowledge anything
 
 
 def test_nobody_waits_while_the_next_controller_is_told_the_rest() -> None:

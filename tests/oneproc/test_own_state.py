@@ -14,6 +14,7 @@ from elastic_ft.engines import own_state
 from elastic_ft.engines.own_forward import Routed, Whole
 from elastic_ft.engines.own_state import Hyper, OwnState
 from elastic_ft.errors import ConfigError, GroupBroken
+from elastic_ft.worker.odd_ranks import odd_sum
 
 ROOM = 1 << 14
 
@@ -113,8 +114,42 @@ def test_what_cannot_be_carried_is_refused_by_its_path() -> None:
         state.capture()
     with pytest.raises(ConfigError, match="thing is registered already"):
         state.register("thing", Thing())
-    with pytest.raises(ConfigError, match="it is Strange, which has no state_dict"):
-        OwnState(ROOM).register("it", Strange())
+    with pytest.raises(ConfigError, match="it is int, which has no state_dict"):
+        OwnState(ROOM).register("it", 3)
+
+
+class Stopping:
+    """As early stopping is published: without a state_dict."""
+
+    def __init__(self, trace: Any = print) -> None:
+        self.best: float | None = None
+        self.counter, self.early_stop, self.trace, self.kind = 0, False, trace, Stopping
+        self.seen, self.weights = [1.5], torch.zeros(300)
+
+
+def test_of_what_has_no_state_dict_the_attributes_are_carried() -> None:
+    here, there = Stopping(), Stopping(repr)
+    state, other = own(stopping=here), own(stopping=there)
+    state.capture()
+    other.capture()
+    here.best, here.counter, here.early_stop = np.float64(0.25), 3, True
+    here.seen.append(2.5)
+    here.weights[0] = 1
+    state.capture()
+    for name, tensor in state.tensors.items():
+        other.tensors[name].copy_(tensor)
+    other.put_back()
+    assert (there.best, there.counter, there.early_stop, there.seen) == (0.25, 3, True, [1.5, 2.5])
+    assert there.weights[0] == 1 and there.trace is repr and there.kind is Stopping
+    here.counter = 9
+    state.put_back()
+    assert here.counter == 3
+
+
+def test_an_attribute_that_cannot_be_carried_is_told_by_its_path() -> None:
+    thing = Stopping(nn.Linear(1, 1))  # may be called, and has a state
+    with pytest.raises(ConfigError, match=r"user.it.trace is Linear, which can't be"):
+        own(it=thing).capture()
 
 
 def test_ranks_that_differ_are_found_by_name() -> None:
@@ -125,8 +160,8 @@ def test_ranks_that_differ_are_found_by_name() -> None:
     sums = [a.sums(3), b.sums(3)]
     summed = [float(sum(column)) for column in zip(*sums, strict=True)]
     squared = [float(sum(x * x for x in column)) for column in zip(*sums, strict=True)]
-    assert a.differing(summed, squared, 2) == "metric"
-    assert a.differing([2.0 * x for x in a.sums(3)], [2.0 * x * x for x in a.sums(3)], 2) == ""
+    assert a.names[odd_sum(summed, squared, 2) or 0] == "metric"
+    assert odd_sum([2.0 * x for x in a.sums(3)], [2.0 * x * x for x in a.sums(3)], 2) is None
 
 
 def test_ranks_whose_large_tensors_differ_are_found_now_and_then() -> None:

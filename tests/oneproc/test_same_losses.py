@@ -14,7 +14,14 @@ from elastic_ft.core.batches import job_order
 from elastic_ft.errors import ConfigError, GroupBroken, ScriptDiffers
 from elastic_ft.worker import same_losses
 from elastic_ft.worker.planned import StepPlan
-from elastic_ft.worker.same_losses import TOLERANCE, check_same_losses, odd_ranks, told
+from elastic_ft.worker.same_losses import (
+    TOLERANCE,
+    Compared,
+    check_same_losses,
+    odd_ranks,
+    shown,
+    told,
+)
 
 MOST = TOLERANCE["cpu"]
 
@@ -24,17 +31,17 @@ def verdict(
     known: set[int],
     rank: int,
     monkeypatch: pytest.MonkeyPatch,
+    again: float | None = None,
 ) -> None:
-    """As ``rank`` hears it, of what all have told."""
-    said = [told(loss) for loss in losses]
-    shown = [0.0] * (3 * len(losses))
-    for r, (loss, (there, value, _)) in enumerate(zip(losses, said, strict=True)):
-        shown[3 * r : 3 * r + 3] = [there, value, float(r in known)]
-        assert loss is None or not math.isfinite(loss) or value == loss
-    monkeypatch.setattr(same_losses, "sum_over_members", lambda values, world: shown)
-    summed = [sum(column) for column in zip(*said, strict=True)]
+    """As ``rank`` hears it, of what all have told. ``again``: rank 0's, made a second time."""
+    made = [Compared(loss, again if r == 0 else None) for r, loss in enumerate(losses)]
+    said = [told(one) for one in made]
+    everyones = [shown(one, r, len(losses), r in known) for r, one in enumerate(made)]
+    summed = [sum(column) for column in zip(*everyones, strict=True)]
+    monkeypatch.setattr(same_losses, "sum_over_members", lambda values, world: summed)
     place = (rank, len(losses), rank in known, 8, torch.device("cpu"))
-    check_same_losses(losses[rank], summed, *place, lambda: None)
+    total = [sum(column) for column in zip(*said, strict=True)]
+    check_same_losses(made[rank], total, *place, lambda: None)
 
 
 @pytest.mark.parametrize("rank", [0, 8])
@@ -65,6 +72,30 @@ def test_where_those_differ_who_made_the_steps_the_script_is_at_fault(
             verdict([1.0, 1.5], known, rank, monkeypatch)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_loss_that_is_no_number_is_another(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rank alone it was not compared, and was in the gradient of all."""
+    expected = ScriptDiffers if rank == 2 else GroupBroken
+    with pytest.raises(expected, match="1 on one rank and nan on another"):
+        verdict([1.0, 1.0, math.nan], {0, 1}, rank, monkeypatch)
+
+
+def test_where_none_is_a_number_all_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 1):
+        verdict([math.nan, math.nan], {0, 1}, rank, monkeypatch, again=math.nan)
+
+
+@pytest.mark.parametrize("known", [{0, 1}, {1}, set[int]()])
+@pytest.mark.parametrize("again", [1.5, math.nan])
+def test_a_loss_that_is_another_the_second_time_is_the_scripts_fault(
+    known: set[int], again: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has come in: of what ranks are dealt, or of what was before."""
+    for rank in (0, 1):
+        with pytest.raises(ConfigError, match=f"1, and {again:g} when .* in step 8.*gathered over"):
+            verdict([1.0, 1.0], known, rank, monkeypatch, again)
+
+
 def test_the_usual_loss_is_no_single_ranks() -> None:
     assert odd_ranks({0: 2.0, 1: 1.0, 2: 1.0}, {0, 1, 2}, MOST) == {0}
     assert odd_ranks({0: 2.0, 1: 1.0, 2: 1.0}, set(), MOST) == {0}
@@ -88,8 +119,8 @@ def test_all_ranks_have_as_many_micro_batches_where_losses_are_compared(tmp_path
             for plan in plans
         ]
 
-    assert micro_batches(3) == [[0, 1, 2], [0, 2, 3]]  # the first of a generation
-    assert micro_batches(4) == [[0, 1, 2], [0, 2, 3]]
+    assert micro_batches(3) == [[0, 0, 1], [0, 2, 3]]  # the first of a generation
+    assert micro_batches(4) == [[0, 0, 1], [0, 2, 3]]
     assert micro_batches(5) == [[0, 1], [2, 3]]
     for plan, least in zip(plans, (0, 2), strict=True):
         weighed = [one.number for one in plan.micro_batches(4, 3) if one.weight]

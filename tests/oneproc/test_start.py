@@ -18,7 +18,7 @@ from elastic_ft.cli.run import COMPLETED, EndOfRun, conclude
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe import handover
 from elastic_ft.observe.alive import Alive
@@ -107,6 +107,26 @@ def test_a_second_start_asks_the_first_to_hand_over(tmp_path: Path) -> None:
     assert "controller_restarted" not in names
     await_handover(str(tmp_path), said.append)
     assert len(said) == 2, "nobody lives: nobody is asked"
+
+
+def test_who_is_asked_to_stop_waits_for_no_other_to_hand_over(tmp_path: Path) -> None:
+    """It waited for up to 150 s, took the job over then, and the job of the other one ended."""
+    owners.take_over(open_store(str(tmp_path)), job="tiny", run="old", run_folder=str(tmp_path))
+    signs = Alive(tmp_path)  # of one that lives, and is too busy to hear what it is asked
+    signs.start()
+    one = controller(tmp_path, steps=9)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(one.run)
+        try:
+            until(lambda: (tmp_path / handover.NAME).exists())
+            one.stop("enough")
+            with pytest.raises(JobFailed, match=r"enough.*run old .* goes on"):
+                running.result(30)
+        finally:
+            signs.stop()
+    owner, _ = owners.newest(open_store(str(tmp_path)))
+    assert owner is not None and owner.run == "old"
+    assert not (tmp_path / handover.NAME).exists()
 
 
 def test_one_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:

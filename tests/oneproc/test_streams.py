@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from elastic_ft.config.trained import BatchConfig
 from elastic_ft.core.batches import ENDLESS, InOrder, deal, step_batch
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.prefetch import Prefetcher
@@ -122,9 +123,10 @@ def test_draws_of_a_stream_are_the_same_in_every_world() -> None:
 
 
 def test_what_a_loader_of_a_stream_is() -> None:
-    check_options(DataLoader(Counted(9), batch_size=2), 2)
+    sizes = BatchConfig(global_batch_size=4, micro_batch_size=2)
+    check_options(DataLoader(Counted(9), batch_size=2), sizes)
     with pytest.raises(ConfigError, match="micro_batch_size"):
-        check_options(DataLoader(Counted(9), batch_size=3), 2)
+        check_options(DataLoader(Counted(9), batch_size=3), sizes)
     context = SimpleNamespace(job=SimpleNamespace(batch=BATCH))
     loader = Loader(context, bundle_of(Counted(9), None, BATCH))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no length"):

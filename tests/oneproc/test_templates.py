@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -97,6 +99,73 @@ def test_a_fork_that_comes_to_nothing_is_seen(
     assert not fork_client.ask_template(ASKED)
     assert served.get(timeout=WAIT_S) is None
     assert [name for name in open_files() if name in standard] == before
+
+
+def test_a_forked_process_that_stands_still_is_not_waited_for(
+    served: SimpleQueue[Request | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client waited for ever. It starts Python itself by now: the other one must not be there
+    beside it, should it ever go on."""
+    stood, goes_on = threading.Event(), threading.Event()
+    codes, confirm = list[int](), fork_server.confirm
+
+    def stopped(link: socket.socket) -> None:
+        stood.set()
+        assert goes_on.wait(WAIT_S)
+        confirm(link)
+
+    monkeypatch.setattr(fork_client, "WAIT_S", 0.2)
+    monkeypatch.setattr(fork_client, "LOOK_S", 0.1)
+    monkeypatch.setattr(os, "fork", lambda: 0)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(fork_server, "confirm", stopped)
+    asked = SimpleQueue[bool]()
+    asking = lambda: asked.put(fork_client.ask_template(ASKED))  # noqa: E731
+    threading.Thread(target=asking, daemon=True).start()
+    assert stood.wait(WAIT_S)
+    try:
+        assert not asked.get(timeout=WAIT_S)
+    finally:
+        goes_on.set()
+    request = served.get(timeout=WAIT_S)
+    assert codes == [1]
+    assert request is not None
+    for stream in request.streams:
+        os.close(stream)
+
+
+STOPS_BEFORE_IT_FORKS = """
+import os, signal, socket, sys
+listener = socket.socket(fileno=int(sys.argv[1]))
+listener.listen()
+while True:
+    link, _ = listener.accept()
+    if link.recv(1 << 20):
+        break
+link.sendall(b'+')
+link.recv(1)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_template_that_is_stopped_as_it_forks_is_not_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After both have said that they go on: only the end of its process ended that wait."""
+    monkeypatch.setattr(fork_client, "LOOK_S", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(fork_client.name_of("n"))
+        program = [sys.executable, "-S", "-c", STOPS_BEFORE_IT_FORKS, str(listener.fileno())]
+        said = SimpleQueue[bool]()
+        with subprocess.Popen(program, pass_fds=[listener.fileno()]) as process:
+            wait_for(lambda: is_listened_to("n"), WAIT_S, "it listens")
+            asking = lambda: said.put(fork_client.ask_template(ASKED))  # noqa: E731
+            threading.Thread(target=asking, daemon=True).start()
+            try:
+                assert not said.get(timeout=WAIT_S)
+                assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+            finally:
+                process.kill()
 
 
 @pytest.mark.parametrize("said", [b"", b"{}", b"[1]", b"no json"])
@@ -294,6 +363,13 @@ def children(module: str) -> list[psutil.Process]:
             if module in process.cmdline():
                 found.append(process)
     return found
+
+
+def is_listened_to(node: str) -> bool:
+    try:
+        return bool(listens_at(node))
+    except ConnectionRefusedError:
+        return False
 
 
 def listens_at(node: str) -> int:

@@ -13,9 +13,11 @@ import pytest
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
 from chaos.s3_server import S3Server
+from elastic_ft.storage import cancellable
 from elastic_ft.storage.cancellable import CancellableStore
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
+from tests.waiting import until
 
 AT_ONCE_S = 20.0  # below every deadline here
 PATIENT_S = 60.0
@@ -83,6 +85,33 @@ def test_a_folder_that_hangs_is_unreachable_in_the_end(tmp_path: Path) -> None:
         CancellableStore(str(tmp_path), deadline_s=0.1).read("shard", 0, 8)
     assert caught.value.kind is FailureKind.UNREACHABLE
     os.close(os.open(tmp_path / "shard", os.O_RDWR))
+
+
+def test_threads_that_a_folder_keeps_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call to a mount that hung left one more: one or two a minute, for as long as a job
+    looked who has the checkpoints."""
+    monkeypatch.setattr(cancellable, "GRACE_S", 0.0)
+    monkeypatch.setattr(cancellable, "LEFT_MAX", 3, raising=False)
+    os.mkfifo(tmp_path / "shard")
+
+    def left() -> int:
+        return sum(thread.name == "store-call" for thread in threading.enumerate())
+
+    before, said = left(), list[str]()
+    for _ in range(6):  # a generation's own store, each
+        with pytest.raises(StoreError) as caught:
+            CancellableStore(str(tmp_path), deadline_s=0.1).read("shard", 0, 8)
+        assert caught.value.kind is FailureKind.UNREACHABLE
+        said.append(str(caught.value))
+    assert left() - before <= 3
+    assert "3 calls before this one have not come back" in said[-1]
+    os.close(os.open(tmp_path / "shard", os.O_RDWR))
+    until(lambda: left() <= before)
+    (tmp_path / "shard").unlink()
+    (tmp_path / "shard").write_bytes(b"12345678")
+    assert bytes(CancellableStore(str(tmp_path)).read("shard", 0, 8)) == b"12345678"
 
 
 def test_a_silent_server_is_left(s3: S3Server, proxied: ObjectStoreProxy) -> None:

@@ -332,6 +332,14 @@ def ticks_of(pid: int) -> int:
     return 0 if state in (b"Z", b"X") else int(fields[18])
 
 
+def is_stopped(pid: int) -> bool:
+    """It stands still, SIGSTOPped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False
+
+
 def lives(process: Forked) -> bool:
     return not process.ended and process.pid > 0 and ticks_of(process.pid) == process.ticks
 

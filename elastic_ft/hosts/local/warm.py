@@ -99,6 +99,12 @@ def fork_launcher(order: Order, listener: socket.socket) -> None:
             raise OSError("no process can be started from which workers fork")
 
 
+def warm_pid() -> int:
+    """0: there is none."""
+    with _starting:
+        return _warm.pid if _warm is not None else 0
+
+
 def ask_warm(call: ForkedCall, handle: int) -> bool:
     """Whether there is a warm process, and it takes ``call`` on; ``handle`` is for the answer."""
     with _starting:

@@ -6,7 +6,7 @@ becomes Python itself, as if it had not been there.
 
 Over the socket, from here unless said: the request's length (4 bytes, with this process's standard
 streams), the request, then from the template GO where it takes it on, then GO. Only then it forks,
-and GO comes from the forked process: where none comes, there is none.
+and GO comes from the forked process: where none comes, there is none, nor will there be.
 
 Whoever talks to a template has processes of this user started, and is told their environment: its
 socket lies in a folder that is this user's alone. In Linux's namespace of names without files any
@@ -58,7 +58,7 @@ def is_stopped(link: socket.socket) -> bool:
 
 
 def said_go(link: socket.socket) -> bool:
-    """What it says first. Raises OSError where it says nothing."""
+    """What it says next. Raises TimeoutError where it, or who it has forked, says nothing."""
     for _ in range(int(WAIT_S / LOOK_S)):
         try:
             return link.recv(1) == GO
@@ -66,6 +66,16 @@ def said_go(link: socket.socket) -> bool:
             if is_stopped(link):
                 break
     raise TimeoutError("the template stands still")
+
+
+def is_there(link: socket.socket) -> bool:
+    """Whether it was forked. From here on it may be: who says nothing for too long is told that
+    nobody hears it any more, and ends once it finds out. What it had said before that counts."""
+    try:
+        return said_go(link)
+    except TimeoutError:
+        link.shutdown(socket.SHUT_RD)
+        return link.recv(1) == GO
 
 
 def ask_template(arguments: list[str], of: str = "") -> bool:
@@ -84,8 +94,7 @@ def ask_template(arguments: list[str], of: str = "") -> bool:
         if not said_go(link):
             return False
         link.sendall(GO)
-        link.settimeout(None)  # from here on it may be there already: no second one is started
-        return link.recv(1) == GO
+        return is_there(link)
 
 
 def main() -> None:
