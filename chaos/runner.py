@@ -20,22 +20,8 @@ from typing import Any
 
 import psutil
 
+from chaos import fault_kinds as kinds
 from chaos.clusters import Cluster
-from chaos.fault_kinds import (
-    Add,
-    Capacity,
-    Drain,
-    External,
-    FillDisk,
-    Kill,
-    KillHead,
-    Network,
-    Slow,
-    Stop,
-    StopHead,
-    StoreNeeds,
-    Strangers,
-)
 from chaos.surroundings import Surroundings
 from elastic_ft.observe.handover import is_alive
 from elastic_ft.observe.lines import Line, local_path
@@ -49,7 +35,7 @@ GONE = (psutil.NoSuchProcess, ProcessLookupError, KeyError)
 @dataclass(slots=True, eq=False)
 class Pending:
     index: int
-    fault: External
+    fault: kinds.External
     seen: bool = False  # its event is in the journal
     error: str = ""
 
@@ -75,7 +61,7 @@ class Runner:
 
     def __init__(
         self,
-        faults: tuple[External, ...],
+        faults: tuple[kinds.External, ...],
         url: str,
         cluster: Cluster,
         around: Surroundings | None = None,
@@ -159,18 +145,19 @@ class Runner:
             generation = watch.formed.get("generation", 0)
             pending.error = f"there is no rank {rank} in generation {generation}"
             return  # a later generation may have it
-        if isinstance(fault, Add):  # takes seconds, in which others fire
+        if isinstance(fault, kinds.Add):  # takes seconds, in which others fire
             self._adding.append((pending, self._adder.submit(self._cluster.add_node)))
             return
-        if isinstance(fault, (StoreNeeds, Strangers)):  # it has fired once somebody has suffered it
-            store = isinstance(fault, StoreNeeds)
+        if isinstance(fault, (kinds.StoreNeeds, kinds.Strangers)):
+            # It has fired once somebody has suffered it.
+            store = isinstance(fault, kinds.StoreNeeds)
             suffered, heal = (self._around.break_store if store else self._intrude)(fault)
             self._armed.append((pending, suffered))
             self._heal_store(fault.lasts_s, suffered, heal)
             return
         # After these nothing may be written: by this process, or on this disk.
-        last = isinstance(fault, FillDisk) or (
-            isinstance(fault, KillHead) and fault.kill == "terminal"
+        last = isinstance(fault, kinds.FillDisk) or (
+            isinstance(fault, kinds.KillHead) and fault.kill == "terminal"
         )
         if last:
             self._done(pending, member)
@@ -257,7 +244,7 @@ class Runner:
     ) -> None:
         self._underway.append(Underway(time.monotonic() + after_s, until_event, end))
 
-    def _kill(self, fault: Kill, member: Line) -> None:
+    def _kill(self, fault: kinds.Kill, member: Line) -> None:
         cluster, node = self._cluster, member["node"]
         if fault.kill == "worker":
             cluster.signal_worker(member["pid"], fault.signal)
@@ -268,7 +255,7 @@ class Runner:
         else:
             cluster.kill_node(node)
 
-    def _kill_head(self, fault: KillHead, member: Line) -> None:
+    def _kill_head(self, fault: kinds.KillHead, member: Line) -> None:
         if fault.kill == "controller":
             self._cluster.kill_controller()
         elif fault.kill == "launcher":
@@ -278,7 +265,7 @@ class Runner:
         else:
             self._then(fault.lasts_s, self._cluster.kill_gcs())
 
-    def _stop_head(self, fault: StopHead, member: Line) -> None:
+    def _stop_head(self, fault: kinds.StopHead, member: Line) -> None:
         former = psutil.Process(self._cluster.stop_controller())
 
         def go_on() -> None:
@@ -287,7 +274,7 @@ class Runner:
 
         self._then(fault.lasts_s, go_on)
 
-    def _intrude(self, fault: Strangers) -> tuple[Callable[[], bool], Callable[[], None]]:
+    def _intrude(self, fault: kinds.Strangers) -> tuple[Callable[[], bool], Callable[[], None]]:
         """Returns what tells whether they are all there, and what sends them away."""
         command = [sys.executable, "-m", "chaos.strangers", str(self._cluster.root_pid())]
         strangers = subprocess.Popen(
@@ -310,7 +297,7 @@ class Runner:
 
         return came.is_set, leave
 
-    def _stop(self, fault: Stop, member: Line) -> None:
+    def _stop(self, fault: kinds.Stop, member: Line) -> None:
         if fault.stop == "keeper":
             pid = self._cluster.keeper_of(member["node"])
             os.kill(pid, signal.SIGSTOP)
@@ -322,7 +309,7 @@ class Runner:
         if fault.lasts_s is not None:
             self._then(fault.lasts_s, go_on)  # suppresses GONE: it may be replaced meanwhile
 
-    def _slow(self, fault: Slow, member: Line) -> None:
+    def _slow(self, fault: kinds.Slow, member: Line) -> None:
         pid, over = member["pid"], threading.Event()
         self._cluster.signal_worker(pid, "STOP")  # raises if it is gone
 
@@ -343,13 +330,13 @@ class Runner:
 
         self._then(fault.lasts_s, end)
 
-    def _set_capacity(self, fault: Capacity, member: Line) -> None:
+    def _set_capacity(self, fault: kinds.Capacity, member: Line) -> None:
         self._capacity = fault.capacity
 
-    def _fill(self, fault: FillDisk, member: Line) -> None:
+    def _fill(self, fault: kinds.FillDisk, member: Line) -> None:
         self._then(fault.lasts_s, self._around.fill(), fault.until_event)
 
-    def _network(self, fault: Network, member: Line) -> None:
+    def _network(self, fault: kinds.Network, member: Line) -> None:
         node = member["node"]
         if fault.network == "cut":
             behind = [m["pid"] for m in self._watch.formed["members"] if m["node"] == node]
@@ -369,25 +356,25 @@ class Runner:
 
 SLICE_S = 0.1
 acts: dict[type, Callable[[Runner, Any, Line], object]] = {
-    Kill: Runner._kill,
-    KillHead: Runner._kill_head,
-    Stop: Runner._stop,
-    StopHead: Runner._stop_head,
-    Slow: Runner._slow,
-    Drain: lambda me, fault, of: me._cluster.drain_node(of["node"], fault.deadline_s),
-    Capacity: Runner._set_capacity,
-    FillDisk: Runner._fill,
-    Network: Runner._network,
+    kinds.Kill: Runner._kill,
+    kinds.KillHead: Runner._kill_head,
+    kinds.Stop: Runner._stop,
+    kinds.StopHead: Runner._stop_head,
+    kinds.Slow: Runner._slow,
+    kinds.Drain: lambda me, fault, of: me._cluster.drain_node(of["node"], fault.deadline_s),
+    kinds.Capacity: Runner._set_capacity,
+    kinds.FillDisk: Runner._fill,
+    kinds.Network: Runner._network,
 }
 
 
-class Never(External):
+class Never(kinds.External):
     """A fault that could not be injected: kept for its name."""
 
     name: str
 
     @classmethod
-    def of(cls, fault: External) -> Never:
+    def of(cls, fault: kinds.External) -> Never:
         return cls(at_s=0.0, name=str(fault))
 
     def __str__(self) -> str:

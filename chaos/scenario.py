@@ -19,22 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from chaos.fault_kinds import (
-    EVERYWHERE,
-    HEADS,
-    TAGS,
-    TIERS,
-    AnyFault,
-    AtPoint,
-    External,
-    FaultPart,
-    FillDisk,
-    JournalName,
-    KillHead,
-    Network,
-    StoreNeeds,
-    TestTier,
-)
+from chaos import fault_kinds as kinds
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import ON_GPU, PointFault
@@ -42,13 +27,13 @@ from elastic_ft.faults import ON_GPU, PointFault
 SCENARIOS = Path(__file__).parent / "scenarios"
 
 
-class ClusterNeeds(FaultPart):
+class ClusterNeeds(kinds.FaultPart):
     nodes: int = Field(3, ge=1)
     workers_per_node: int = Field(1, ge=1)
     disk_mb: int = Field(24, ge=4)  # of the file system that a fault fills
 
 
-class Expect(FaultPart):
+class Expect(kinds.FaultPart):
     """What must come of the run, beside I1 to I8 and that every fault fired."""
 
     status: tuple[str, ...] = ("completed", "stopped")
@@ -56,8 +41,8 @@ class Expect(FaultPart):
     steps_lost_max: int | None = Field(0, ge=0)  # committed ones, in all
     causes: tuple[str, ...] = ()  # recoveries with each of these
     sources: tuple[str, ...] = ()  # recoveries from nothing but these
-    events: tuple[JournalName, ...] = ()  # the journal has each of these
-    no_events: tuple[JournalName, ...] = ()  # and none of these
+    events: tuple[kinds.JournalName, ...] = ()  # the journal has each of these
+    no_events: tuple[kinds.JournalName, ...] = ()  # and none of these
     recoveries_max: int | None = Field(None, ge=0)
     paused_max_s: float | None = Field(None, gt=0)  # by any of them: of what has a deadline
     world_min: int | None = Field(None, ge=1)  # no step by fewer
@@ -69,53 +54,57 @@ class Expect(FaultPart):
     same_losses: bool = True  # as the same job undisturbed
 
 
-class Scenario(FaultPart):
+class Scenario(kinds.FaultPart):
     """``job``: sections of the job file to merge over chaos/jobs.py's; ``tiers``: a narrower choice
     than the faults allow; ``timeout_s``: for the run as a whole."""
 
     description: str = ""
     seed: int = Field(0, ge=0)
-    tiers: tuple[TestTier, ...] = ()
+    tiers: tuple[kinds.TestTier, ...] = ()
     cluster: ClusterNeeds = ClusterNeeds()
     job: dict[str, Any] = Field(default_factory=dict)
-    faults: tuple[AnyFault, ...] = Field(min_length=1)
+    faults: tuple[kinds.AnyFault, ...] = Field(min_length=1)
     expect: Expect = Expect()
     settle_steps: int = Field(5, ge=1)  # trained on after the last fault and recovery
     timeout_s: float = Field(300, gt=0)
 
     @property
-    def external(self) -> tuple[External, ...]:
-        return tuple(fault for fault in self.faults if isinstance(fault, External))
+    def external(self) -> tuple[kinds.External, ...]:
+        return tuple(fault for fault in self.faults if isinstance(fault, kinds.External))
 
     @property
-    def at_points(self) -> tuple[AtPoint, ...]:
-        return tuple(fault for fault in self.faults if isinstance(fault, AtPoint))
+    def at_points(self) -> tuple[kinds.AtPoint, ...]:
+        return tuple(fault for fault in self.faults if isinstance(fault, kinds.AtPoint))
 
     @property
-    def runs_on(self) -> tuple[TestTier, ...]:
+    def runs_on(self) -> tuple[kinds.TestTier, ...]:
         """The tiers on which every fault can happen, the highest last."""
-        possible = frozenset.intersection(EVERYWHERE, *(fault.tiers for fault in self.faults))
-        if not any(isinstance(fault, Network) for fault in self.faults):
+        possible = frozenset.intersection(kinds.EVERYWHERE, *(fault.tiers for fault in self.faults))
+        if not any(isinstance(fault, kinds.Network) for fault in self.faults):
             possible -= {"network"}  # nothing that a plain Ray cluster would not show
-        return tuple(tier for tier in TIERS if tier in possible and tier in (self.tiers or TIERS))
+        return tuple(
+            tier for tier in kinds.TIERS if tier in possible and tier in (self.tiers or kinds.TIERS)
+        )
 
     @property
     def kills_terminal(self) -> bool:
         return any(
-            isinstance(fault, KillHead) and fault.kill == "terminal" for fault in self.faults
+            isinstance(fault, kinds.KillHead) and fault.kill == "terminal" for fault in self.faults
         )
 
     @property
     def needs_network(self) -> bool:
-        return any(isinstance(fault, Network) for fault in self.faults)
+        return any(isinstance(fault, kinds.Network) for fault in self.faults)
 
     @property
     def needs_durable_head(self) -> bool:
-        return any(isinstance(fault, KillHead) and fault.kill == "gcs" for fault in self.faults)
+        return any(
+            isinstance(fault, kinds.KillHead) and fault.kill == "gcs" for fault in self.faults
+        )
 
     @property
     def needs_store(self) -> bool:
-        return any(isinstance(fault, StoreNeeds) for fault in self.faults)
+        return any(isinstance(fault, kinds.StoreNeeds) for fault in self.faults)
 
     @property
     def needs_gpu(self) -> bool:
@@ -123,7 +112,7 @@ class Scenario(FaultPart):
 
     @property
     def needs_disk(self) -> Literal["", "run_folder", "checkpoints"]:
-        return next((fault.fill for fault in self.faults if isinstance(fault, FillDisk)), "")
+        return next((fault.fill for fault in self.faults if isinstance(fault, kinds.FillDisk)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +140,7 @@ def load_scenario(name: str) -> Scenario:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         first, *others = error.errors()
-        key = _key_of(first["loc"], (*TAGS, *(f"{tag}_head" for tag in HEADS)))
+        key = _key_of(first["loc"], (*kinds.TAGS, *(f"{tag}_head" for tag in kinds.HEADS)))
         message = {"extra_forbidden": "unknown key", "missing": "required key is missing"}.get(
             first["type"], first["msg"].removeprefix("Value error, ")
         )
@@ -172,7 +161,7 @@ def arm(scenario: Scenario) -> Armed:
 
     inside = []
     for number, fault in enumerate(scenario.faults):
-        if isinstance(fault, AtPoint):
+        if isinstance(fault, kinds.AtPoint):
             try:
                 inside.append(PointFault(**fault.model_dump()))
             except ValueError as error:

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from chaos import fault_kinds as kinds
 from chaos.check import Verdict
-from chaos.fault_kinds import (
-    Add,
-    AtPoint,
-    Drain,
-    External,
-    Kill,
-    KillHead,
-    Network,
-    Stop,
-    StopHead,
-    StoreNeeds,
-)
 from chaos.outcome import ScenarioOutcome
 from chaos.scenario import Scenario
 from elastic_ft import sim
@@ -74,8 +63,8 @@ def translated(scenario: Scenario) -> sim.SimScenario:
     workers = cluster.nodes * cluster.workers_per_node
     faults, step = [], 0
     for fault in scenario.faults:
-        own = fault.step if isinstance(fault, AtPoint) else fault.at_step
-        later = 0 if isinstance(fault, AtPoint) else STEPS_TO_NEXT
+        own = fault.step if isinstance(fault, kinds.AtPoint) else fault.at_step
+        later = 0 if isinstance(fault, kinds.AtPoint) else STEPS_TO_NEXT
         step = step + later if own is None else max(step, own)
         faults.append(_fault(fault, step))
     return sim.SimScenario(
@@ -90,34 +79,36 @@ def translated(scenario: Scenario) -> sim.SimScenario:
         workers_per_node=cluster.workers_per_node,
         steps=step + STEPS_AFTER,
         faults=tuple(faults),
-        adopts=any(isinstance(fault, (KillHead, StopHead)) for fault in scenario.faults),
+        adopts=any(
+            isinstance(fault, (kinds.KillHead, kinds.StopHead)) for fault in scenario.faults
+        ),
     )
 
 
-def _fault(fault: External | AtPoint, step: int) -> sim.SimFault:
+def _fault(fault: kinds.External | kinds.AtPoint, step: int) -> sim.SimFault:
     phase = "running"
-    if isinstance(fault, External) and fault.at_event is not None:
+    if isinstance(fault, kinds.External) and fault.at_event is not None:
         phase = PHASES.get(fault.at_event, "running")
     kind, target, lasts_s = "", 0, FOREVER_S
-    if isinstance(fault, AtPoint):
+    if isinstance(fault, kinds.AtPoint):
         kind, target = KINDS_OF_ACTION[fault.action], fault.rank or 0
         phase = "forming" if fault.point in ("forming", "connecting", "resharding") else phase
-    elif isinstance(fault, Kill):
+    elif isinstance(fault, kinds.Kill):
         kind, target = KINDS_OF_KILL[fault.kill], fault.of_rank
-    elif isinstance(fault, KillHead):
+    elif isinstance(fault, kinds.KillHead):
         kind, lasts_s = KINDS_OF_KILL[fault.kill], FOLLOWED_S
-    elif isinstance(fault, StopHead):
+    elif isinstance(fault, kinds.StopHead):
         kind, lasts_s = "halt_controller", FOLLOWED_S
-    elif isinstance(fault, Stop):
+    elif isinstance(fault, kinds.Stop):
         kind, target = f"hang_{fault.stop}", fault.of_rank
         lasts_s = FOREVER_S if fault.lasts_s is None else fault.lasts_s
-    elif isinstance(fault, Drain):
+    elif isinstance(fault, kinds.Drain):
         kind, target, lasts_s = "drain_node", fault.of_rank, fault.deadline_s
-    elif isinstance(fault, Add):
+    elif isinstance(fault, kinds.Add):
         kind = "add_node"
-    elif isinstance(fault, StoreNeeds):
+    elif isinstance(fault, kinds.StoreNeeds):
         kind, lasts_s = "store_down", fault.lasts_s
-    elif isinstance(fault, Network):
+    elif isinstance(fault, kinds.Network):
         kind, target, lasts_s = "partition_node", fault.of_rank, fault.lasts_s
     assert kind, f"{fault} has no counterpart in the simulator"
     return sim.SimFault(kind, step, phase, 0.0, target, lasts_s)

@@ -32,6 +32,21 @@ def redacted(text: str) -> str:
     return _QUERY.sub(r"\g<url>***", _USER.sub("***", text))
 
 
+def one_line(error: BaseException, length_max: int = 300) -> str:
+    """The type and message of ``error``, without what URLs in it must keep to themselves."""
+    message = redacted(" ".join(str(error).split()))
+    if len(message) > length_max:
+        message = message[:length_max] + "..."
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def printable(said: object, length_max: int = 200) -> str:
+    """One line that any terminal takes: names are their writer's."""
+    text = " ".join(str(said).split())
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= length_max else f"{text[: length_max - 3]}..."
+
+
 class ElasticError(Exception):
     """Base of every error raised on purpose. No secret of a URL is in its message."""
 

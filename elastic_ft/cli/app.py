@@ -21,6 +21,7 @@ from elastic_ft.cli import (
     extensions,
     gc,
     launch,
+    options,
     plan,
     resize,
     service_commands,
@@ -30,17 +31,6 @@ from elastic_ft.cli import (
     to_loggers,
 )
 from elastic_ft.cli.demo import JOB_FILE, run_demo
-from elastic_ft.cli.options import (
-    AcceptChanges,
-    Foreground,
-    FromScratch,
-    JobFile,
-    LocalNodes,
-    Out,
-    Processes,
-    RayAddress,
-    ScenarioName,
-)
 from elastic_ft.cli.progress import say
 from elastic_ft.cli.run import (
     BAD_USAGE,
@@ -52,9 +42,9 @@ from elastic_ft.cli.run import (
     complain,
     say_checked,
     train_job,
-    where_to_run,
 )
 from elastic_ft.cli.terminal import interrupt_on_sigterm
+from elastic_ft.cli.where import where_to_run
 from elastic_ft.config import load_job
 from elastic_ft.errors import ElasticError, UsageError
 from elastic_ft.observe.run_reader import RunReader
@@ -116,15 +106,15 @@ def run_command(arguments: list[str]) -> int:
 
 @app.command()
 def run(
-    job_file: JobFile,
-    address: RayAddress = None,
-    local_nodes: LocalNodes = None,
-    processes: Processes = False,
-    chaos: ScenarioName = None,
-    out: Out = None,
-    accept_changes: AcceptChanges = False,
-    from_scratch: FromScratch = False,
-    foreground: Foreground = False,
+    job_file: options.JobFile,
+    address: options.RayAddress = None,
+    local_nodes: options.LocalNodes = None,
+    processes: options.Processes = False,
+    chaos: options.ScenarioName = None,
+    out: options.Out = None,
+    accept_changes: options.AcceptChanges = False,
+    from_scratch: options.FromScratch = False,
+    foreground: options.Foreground = False,
 ) -> int:
     """Train a job, or go on from its newest good checkpoint.
 
@@ -139,13 +129,13 @@ def run(
 
 @app.command()
 def check(
-    job_file: JobFile,
-    address: RayAddress = None,
-    local_nodes: LocalNodes = None,
-    processes: Processes = False,
-    chaos: ScenarioName = None,
-    out: Out = None,
-    accept_changes: AcceptChanges = False,
+    job_file: options.JobFile,
+    address: options.RayAddress = None,
+    local_nodes: options.LocalNodes = None,
+    processes: options.Processes = False,
+    chaos: options.ScenarioName = None,
+    out: options.Out = None,
+    accept_changes: options.AcceptChanges = False,
 ) -> int:
     """Say what `run` would refuse a job for, and start nothing.
 
@@ -154,21 +144,21 @@ def check(
     from elastic_ft.cli.preflight import check_job
 
     job = load_job(job_file)
-    place = where_to_run(job, address, local_nodes, processes).place()
-    say_checked(job, check_job(job, out or f"runs/{job.name}", place, chaos, accept_changes))
+    where = where_to_run(job, address, local_nodes, processes)
+    say_checked(job, check_job(job, out or f"runs/{job.name}", where, chaos, accept_changes))
     return COMPLETED
 
 
 @app.command()
 def resume(
     run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an earlier run.")],
-    address: RayAddress = None,
-    local_nodes: LocalNodes = None,
-    processes: Processes = False,
-    chaos: ScenarioName = None,
-    accept_changes: AcceptChanges = False,
-    from_scratch: FromScratch = False,
-    foreground: Foreground = False,
+    address: options.RayAddress = None,
+    local_nodes: options.LocalNodes = None,
+    processes: options.Processes = False,
+    chaos: options.ScenarioName = None,
+    accept_changes: options.AcceptChanges = False,
+    from_scratch: options.FromScratch = False,
+    foreground: options.Foreground = False,
 ) -> int:
     """Go on with an earlier run, at any number of workers.
 
@@ -182,7 +172,7 @@ def resume(
 
 
 @app.command()
-def demo(out: Out = None) -> int:
+def demo(out: options.Out = None) -> int:
     """Lose a node of four, get one back, and show what it cost."""
     return run_demo(load_job(JOB_FILE), out or "runs/demo")
 

@@ -173,7 +173,8 @@ def check_optimizer(job: Job, model: nn.Module) -> None:
     from elastic_ft.engines import rehearsal
     from elastic_ft.engines.learning_rates import learning_rate
     from elastic_ft.engines.optimizers import make_optimizer
-    from elastic_ft.models.imports import import_object, one_line
+    from elastic_ft.errors import one_line
+    from elastic_ft.models.imports import import_object
 
     config, parallel = job.optimizer, job.parallel
     for step in {1, job.steps // 2 + 1, job.steps}:

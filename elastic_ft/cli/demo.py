@@ -9,7 +9,8 @@ from pathlib import Path
 
 from elastic_ft.cli import extensions
 from elastic_ft.cli.progress import say
-from elastic_ft.cli.run import COMPLETED, FAILED, How, check_start, conclude, run, where_to_run
+from elastic_ft.cli.run import COMPLETED, FAILED, How, check_start, conclude, run
+from elastic_ft.cli.where import where_to_run
 from elastic_ft.config import Job, parse_job
 
 JOB_FILE = Path(__file__).with_name("demo.yaml")

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, one_line
 
 FAULTS = "elastic_ft.faults"
 
@@ -25,8 +25,10 @@ def add_commands(app: typer.Typer) -> None:
         try:
             app.add_typer(entry.load(), name=entry.name)
         except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"elastic-ft: no command {entry.name} ({entry.value}): {why}", file=sys.stderr)
+            print(
+                f"elastic-ft: no command {entry.name} ({entry.value}): {one_line(error)}",
+                file=sys.stderr,
+            )
 
 
 @cache

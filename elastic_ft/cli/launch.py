@@ -12,19 +12,11 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from elastic_ft.cli.options import (
-    AcceptChanges,
-    Foreground,
-    FromScratch,
-    LocalNodes,
-    Out,
-    Processes,
-    RayAddress,
-    ScenarioName,
-)
+from elastic_ft.cli import options
 from elastic_ft.cli.own_script import calls_init, init_of
 from elastic_ft.cli.progress import say
-from elastic_ft.cli.run import COMPLETED, FAILED, How, begun_anew, train_job, where_to_run
+from elastic_ft.cli.run import COMPLETED, FAILED, How, begun_anew, train_job
+from elastic_ft.cli.where import where_to_run
 from elastic_ft.config import Job, parse_job, parse_yaml
 from elastic_ft.errors import ConfigError, UsageError
 
@@ -61,14 +53,14 @@ def launch(
     workers: WorkersOption = None,
     min_workers: MinWorkers = None,
     job_file: JobFileIfAny = None,
-    address: RayAddress = None,
-    local_nodes: LocalNodes = None,
-    processes: Processes = False,
-    chaos: ScenarioName = None,
-    foreground: Foreground = False,
-    out: Out = None,
-    accept_changes: AcceptChanges = False,
-    from_scratch: FromScratch = False,
+    address: options.RayAddress = None,
+    local_nodes: options.LocalNodes = None,
+    processes: options.Processes = False,
+    chaos: options.ScenarioName = None,
+    foreground: options.Foreground = False,
+    out: options.Out = None,
+    accept_changes: options.AcceptChanges = False,
+    from_scratch: options.FromScratch = False,
 ) -> int:
     """Run a training script of your own, elastically.
 

@@ -14,6 +14,7 @@ from typing import Any
 from elastic_ft.cli import extensions
 from elastic_ft.cli.check_model import ModelAndData, check_model_and_data
 from elastic_ft.cli.check_stores import check_apart, check_checkpoint, check_owner, check_writable
+from elastic_ft.cli.where import Where
 from elastic_ft.config import Job, LoopConfig
 from elastic_ft.config.elastic import ElasticConfig
 from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
@@ -22,24 +23,6 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.transport.tls import find_openssl
 
 CONNECT_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a job is about to run.
-
-    Attributes:
-        slots: how many workers fit at the start; None if that is not known (a cluster elsewhere).
-        address: of a Ray cluster that is there already.
-        can_add: whether nodes can be added and killed from here.
-        has_raylets: whether nodes have one that can be killed.
-    """
-
-    name: str
-    slots: int | None = None
-    address: str | None = None
-    can_add: bool = True
-    has_raylets: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +45,7 @@ class Checked:
 def check_job(
     job: Job,
     out: str,
-    place: Place,
+    where: Where,
     chaos: str | None = None,
     accept_changes: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
@@ -77,14 +60,14 @@ def check_job(
         meanwhile: called once the cheap checks are done, before torch is imported.
         made: makes model and data, as ``check_model_and_data`` does.
     """
-    check_workers(job, place)
+    check_workers(job, where)
     if job.network.tls:
         find_openssl()
-    if job.parallel.compile and place.address is None:
+    if job.parallel.compile and where.address is None:
         check_compiler_here(job)
-    if place.address is not None:
-        check_address(place.address)
-    scenario = _load_scenario(job, place, chaos)
+    if where.address is not None:
+        check_address(where.address)
+    scenario = _load_scenario(job, where, chaos)
     url = job.checkpoint.url or f"{out.rstrip('/')}/checkpoints"
     check_writable("run folder (--out)", out)
     warnings = one_worker(job)
@@ -96,7 +79,7 @@ def check_job(
     meanwhile()
     if job.loop is not None:
         faults = None if scenario is None else _arm(scenario, chaos or job.faults.scenario)
-        return Checked(url, 0, _check_script(job.loop, place), 0, faults, warnings)
+        return Checked(url, 0, _check_script(job.loop, where), 0, faults, warnings)
     found = made(job)
     warnings += found.remarks
     terms = {} if accept_changes else _terms(job, found)
@@ -116,21 +99,21 @@ def _terms(job: Job, found: ModelAndData) -> dict[str, Any]:
     return terms | data_terms(found.samples, found.fingerprint, found.digest)
 
 
-def _check_script(loop: LoopConfig, place: Place) -> str:
+def _check_script(loop: LoopConfig, where: Where) -> str:
     """Returns it in words. Raises ConfigError where this machine would not find it."""
     if loop.script is None:
         raise ConfigError("loop.script: required here: the file whose loop trains")
-    if place.address is None and not Path(loop.script).is_file():
+    if where.address is None and not Path(loop.script).is_file():
         raise ConfigError(f"loop.script: {loop.script} is no file")
     return " ".join((loop.script, *loop.arguments))
 
 
-def check_workers(job: Job, place: Place) -> None:
+def check_workers(job: Job, where: Where) -> None:
     elastic, parallel = job.elastic, job.parallel
-    if place.slots is not None and elastic.min_workers > place.slots:
+    if where.slots is not None and elastic.min_workers > where.slots:
         raise ConfigError(
             f"elastic.min_workers: {elastic.min_workers} workers are needed, "
-            f"{place.name} has room for {place.slots}"
+            f"{where} has room for {where.slots}"
         )
     if parallel.strategy == "hsdp" and parallel.shard_size is None:
         raise ConfigError(
@@ -223,7 +206,7 @@ def check_address(address: str) -> None:
 # ------------------------------------------------------------------------------- faults
 
 
-def _load_scenario(job: Job, place: Place, chaos: str | None) -> Any | None:
+def _load_scenario(job: Job, where: Where, chaos: str | None) -> Any | None:
     key = "--chaos" if chaos is not None else "faults.scenario"
     name = chaos if chaos is not None else job.faults.scenario
     if name is None:
@@ -233,14 +216,14 @@ def _load_scenario(job: Job, place: Place, chaos: str | None) -> Any | None:
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
     for fault in scenario.external:
-        if not place.can_add:
-            raise ConfigError(f"{key}: {name}: cannot {fault}: {place.name} is not ours to break")
-        if not place.has_raylets and "processes" not in fault.tiers:
+        if not where.is_ours:
+            raise ConfigError(f"{key}: {name}: cannot {fault}: {where} is not ours to break")
+        if not where.has_raylets and "processes" not in fault.tiers:
             lacks = "network" if scenario.needs_network else "raylets"
-            raise ConfigError(f"{key}: {name}: cannot {fault}: {place.name} has no {lacks}")
+            raise ConfigError(f"{key}: {name}: cannot {fault}: {where} has no {lacks}")
     if (
         scenario.needs_network
-        and place.has_raylets
+        and where.has_raylets
         and (lacks := extensions.faults().network_lacks())
     ):
         raise ConfigError(f"{key}: {name}: {lacks}")

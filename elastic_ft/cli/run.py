@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ft.cli import extensions
 from elastic_ft.cli.progress import ProgressDisplay, say
 from elastic_ft.cli.terminal import Ending, interrupt_on_sigterm, interrupts, result_of, stay
+from elastic_ft.cli.where import Where
 from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed
 from elastic_ft.observe.lines import local_path
@@ -22,7 +22,7 @@ from elastic_ft.observe.run_reader import RunReader
 
 if TYPE_CHECKING:
     from elastic_ft.cli.check_model import ModelAndData
-    from elastic_ft.cli.preflight import Checked, Place
+    from elastic_ft.cli.preflight import Checked
     from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
 COMPLETED, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -32,43 +32,6 @@ NEWEST_WITHIN_S = 2.0  # of a store, while the job stops
 def complain(message: object, code: int) -> int:
     print(f"elastic-ft: {' '.join(str(message).split())}", file=sys.stderr)
     return code
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """One of: a Ray cluster at ``address``, one of ``nodes`` made here, plain processes."""
-
-    address: str | None = None
-    nodes: int = 0
-    processes: bool = False
-    cpus_per_node: int = 1
-
-    def place(self) -> Place:
-        from elastic_ft.cli.preflight import Place
-
-        slots = self.nodes * self.cpus_per_node
-        if self.address is not None:
-            name = f"the Ray cluster at {self.address}"
-            return Place(name, address=self.address, can_add=False)
-        if self.processes:
-            return Place("this machine (--processes)", slots)
-        return Place(f"a local cluster of {self.nodes} nodes", slots, has_raylets=True)
-
-
-def where_to_run(job: Job, address: str | None, local_nodes: int | None, processes: bool) -> Where:
-    given = {"--address": address, "--local-nodes": local_nodes, "--processes": processes or None}
-    named = [option for option, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)}: expected at most one of them")
-    elastic = job.elastic
-    needed = -(-elastic.workers_wanted // elastic.workers_per_node)
-    if processes:
-        return Where(nodes=needed, processes=True, cpus_per_node=elastic.workers_per_node)
-    if not named:
-        address = os.environ.get("RAY_ADDRESS") or None
-    if address is not None:
-        return Where(address=address)
-    return Where(nodes=local_nodes or needed, cpus_per_node=elastic.workers_per_node)
 
 
 # ------------------------------------------------------------------------------ running
@@ -126,7 +89,7 @@ def check_start(
             _start_fork_server(unless_run)
 
     made = _made_in_warm_process if where.processes else check_model_and_data
-    checked = check_job(job, out, where.place(), how.chaos, how.accept_changes, meanwhile, made)
+    checked = check_job(job, out, where, how.chaos, how.accept_changes, meanwhile, made)
     say_checked(job, checked)
     return checked
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from elastic_ft.config import trained
 from elastic_ft.config.comm import CommConfig
 from elastic_ft.config.elastic import (
     CheckpointConfig,
@@ -16,14 +17,6 @@ from elastic_ft.config.elastic import (
 )
 from elastic_ft.config.parallel import ParallelConfig
 from elastic_ft.config.section import COUNT_MAX, NAME, SEED_MAX, Count, Section
-from elastic_ft.config.trained import (
-    BatchConfig,
-    DataConfig,
-    LoopConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-)
 from elastic_ft.core.layouts.layout import WISHES
 
 
@@ -32,11 +25,11 @@ class Job(Section):
     name: str = Field(pattern=NAME, max_length=100)
     seed: int = Field(0, ge=0, le=SEED_MAX)  # of weights, data order and per-sample randomness
     steps: Count  # to train in all
-    model: ModelConfig
-    data: DataConfig
-    optimizer: OptimizerConfig = OptimizerConfig()
-    batch: BatchConfig = BatchConfig()
-    precision: PrecisionConfig = PrecisionConfig()
+    model: trained.ModelConfig
+    data: trained.DataConfig
+    optimizer: trained.OptimizerConfig = trained.OptimizerConfig()
+    batch: trained.BatchConfig = trained.BatchConfig()
+    precision: trained.PrecisionConfig = trained.PrecisionConfig()
     parallel: ParallelConfig = ParallelConfig()
     comm: CommConfig = CommConfig()
     elastic: ElasticConfig = ElasticConfig()
@@ -45,7 +38,7 @@ class Job(Section):
     network: NetworkConfig = NetworkConfig()
     faults: FaultConfig = FaultConfig()
     audit: bool = False  # write ledger.jsonl: the samples each committed step consumed
-    loop: LoopConfig | None = None  # a training loop of one's own
+    loop: trained.LoopConfig | None = None  # a training loop of one's own
 
     @model_validator(mode="before")
     @classmethod
@@ -84,7 +77,7 @@ class Job(Section):
     def own_is_of_loops(self) -> Job:
         if (self.model.own or self.data.own) != (self.loop is not None):
             raise ValueError("model.own, data.own: are of a job that has a loop; leave them out")
-        if self.loop is not None and self.optimizer != OptimizerConfig():
+        if self.loop is not None and self.optimizer != trained.OptimizerConfig():
             raise ValueError("optimizer: is the loop's own; leave it out")
         parallel = self.parallel
         if self.loop is not None and (

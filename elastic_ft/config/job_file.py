@@ -9,8 +9,8 @@ import yaml
 from pydantic import ValidationError
 
 from elastic_ft.config.job import Job
-from elastic_ft.config.mistakes import first_mistake, one_line
-from elastic_ft.errors import ConfigError
+from elastic_ft.config.mistakes import SHOWN, first_mistake
+from elastic_ft.errors import ConfigError, printable
 
 FILE_BYTES_MAX = 4 << 20  # of a job file
 VALUES_MAX = 100_000  # in a job file, aliases resolved
@@ -36,7 +36,7 @@ def parse_job(values: Any, where: str = "job") -> Job:
         inside = f" (in {where})" if key and where != "job" else ""
         raise ConfigError(f"{key or where}: {message}{inside}") from None
     except (RecursionError, OverflowError, TypeError) as error:  # of a value that refers to itself
-        raise ConfigError(f"{where}: not a job: {one_line(error)}") from None
+        raise ConfigError(f"{where}: not a job: {printable(error, SHOWN)}") from None
 
 
 def check_size(values: Any, where: str) -> None:
@@ -80,7 +80,9 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
                 continue
             if name in lines:
-                raise _Repeated(f"{one_line(key.value)}: twice, in lines {lines[name]} and {line}")
+                raise _Repeated(
+                    f"{printable(key.value, SHOWN)}: twice, in lines {lines[name]} and {line}"
+                )
             lines[name] = line
         return node
 
@@ -92,10 +94,10 @@ def _mistake(error: Exception) -> str:
     """One line: where in the file, counted from 1 as editors do, and what is wrong there."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
-        return one_line(error, 300)
+        return printable(error, 300)
     if "'\\t'" in problem:
         problem = "a tab, and YAML is indented by spaces"
-    return f"line {mark.line + 1}, column {mark.column + 1}: {one_line(problem, 200)}"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {printable(problem)}"
 
 
 def load_job(path: str | Path) -> Job:

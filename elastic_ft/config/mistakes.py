@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from elastic_ft.config.section import COUNT_MAX, PATTERNS, members
+from elastic_ft.errors import printable
 
 SHOWN = 80  # characters of a value, in a message
 EXPECTED = {
@@ -55,7 +56,7 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> tuple[str, 
     message = _message(keys, found[keys], model)
     n = len(found) - 1
     more = f" (and {n} more mistake{'s' * (n > 1)})" if n else ""
-    return ".".join(map(one_line, keys)), message + more
+    return ".".join(printable(key, SHOWN) for key in keys), message + more
 
 
 def _message(keys: tuple[int | str, ...], mistakes: list[Any], model: type[BaseModel]) -> str:
@@ -65,15 +66,15 @@ def _message(keys: tuple[int | str, ...], mistakes: list[Any], model: type[BaseM
     if first["type"] == "missing":
         return "required key is missing"
     if first["type"] == "value_error":
-        return one_line(first["msg"].removeprefix("Value error, "), 300)
+        return printable(first["msg"].removeprefix("Value error, "), 300)
     section = section_of(_annotation(keys, model))
     if section is not None:
         words = f"expected keys of its own such as {next(iter(section.model_fields))}"
     elif all(one["type"] in EXPECTED for one in mistakes):
         words = f"expected {' or '.join(dict.fromkeys(map(_expected, mistakes)))}"
     else:
-        words = one_line(first["msg"], 300)
-    return f"{words}, found {one_line(_shown(first['input']))}"
+        words = printable(first["msg"], 300)
+    return f"{words}, found {printable(_shown(first['input']), SHOWN)}"
 
 
 def _written_for(
@@ -87,13 +88,6 @@ def _written_for(
     unknown = (other for other in found if found[other][0]["type"] == "extra_forbidden")
     there = (other for other in unknown if other[:-1] == keys[:-1])
     return next((other for other in there if _nearest(other, model) == keys[-1]), None)
-
-
-def one_line(value: object, length: int = SHOWN) -> str:
-    """One line that any terminal takes."""
-    text = " ".join(str(value).split())
-    text = "".join(c if c.isprintable() else "?" for c in text)
-    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _expected(one: Any) -> str:

@@ -12,7 +12,7 @@ from elastic_ft.core import commands as cmd
 from elastic_ft.core import deadlines
 from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.state import Turn
-from elastic_ft.errors import JobFailed, StoreFailed
+from elastic_ft.errors import JobFailed, StoreFailed, one_line
 from elastic_ft.observe.metrics import write_targets
 from elastic_ft.observe.outcome import complete
 from elastic_ft.observe.run_reader import RunReader
@@ -33,7 +33,7 @@ class ControllerEnding(ControllerParts):
 
     def _failed(self, error: Exception) -> None:
         """The journal's last line says why, and a remote folder has it. Another job's does not."""
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = one_line(error)
         with contextlib.suppress(OSError, StoreFailed, JobFailed):  # it may be what has failed
             if self.run_folder.is_ours:
                 self._observer.journal("controller_failed", self.state.generation, reason, {})

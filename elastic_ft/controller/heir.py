@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -26,8 +25,6 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import WorkerId
 from elastic_ft.core.state import State
 from elastic_ft.observe.run_folder import RunFolder
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

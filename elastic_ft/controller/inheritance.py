@@ -10,7 +10,6 @@ wake up between its look at who owns the folder and its write, it writes to a fi
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +21,12 @@ from elastic_ft.controller.standing import Heritage, Standing
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import KEEPER
 from elastic_ft.core.state import State
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, one_line
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.inbox_file import snapshot_lines
 from elastic_ft.observe.lines import Line, count_lines, parse_lines
 from elastic_ft.observe.replay import Snapshot, parse_inbox
 from elastic_ft.observe.run_folder import RECORD, RunFolder
-
-log = logging.getLogger(__name__)
 
 
 class NotAdoptable(Exception):
@@ -57,8 +54,7 @@ class Inheritance:
         try:
             heritage = self._replay()
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            what = " ".join(str(error).split())[:200]
-            raise NotAdoptable(f"{type(error).__name__}: {what}") from error
+            raise NotAdoptable(one_line(error)) from error
         if heritage.policy is None or not heritage.standing.run or not heritage.begun:
             raise NotAdoptable("its journal has no beginning")
         return heritage

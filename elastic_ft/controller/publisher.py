@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -126,13 +126,11 @@ class Publisher:
     def _settle_in(self) -> None:
         """After an adoption: what the one before may publish from now on does not count; and one
         that had adopted the run itself leaves nothing to rescue under its own name."""
-        try:
+        with self._told("the change of the controller"):  # the next start looks for what is missing
             self.claim.checkpoints()
             before = self.claim.before
             if before is not None and before.adopts == self._run:
                 self.claim.ended(before.run)
-        except Exception as error:  # the next start looks for what is not there
-            self._warn(0, f"the change of the controller: {type(error).__name__}: {error}")
 
     @property
     def has_claim(self) -> bool:
@@ -171,12 +169,8 @@ class Publisher:
             self._looks.submit(self._look)
 
     def _look(self) -> None:
-        try:
+        with self._told("who owns the checkpoint URL"):  # not known: nothing is published meanwhile
             self.claim.check()
-        except Superseded as error:
-            self._post(error)
-        except Exception as error:  # not known: nothing is published or deleted meanwhile
-            self._warn(0, f"who owns the checkpoint URL: {type(error).__name__}: {error}")
         self._looking = False
 
     def confirm(self, then: Callable[[], None]) -> None:
@@ -257,17 +251,14 @@ class Publisher:
 
     def _sweep(self) -> None:
         keep = [self._run, *self.unrescued]
-        try:
+        with self._told("sweeping abandoned uploads"):  # harmless: the next start sweeps again
             self.claim.check()
             for run in set(rescue.runs(self._store)).difference(keep):
                 if owners.is_rescued(self._store, run):  # of keepers that were cut off from it
                     rescue.forget_saved(self._store, run)
             keep += rescue.runs(self._store)
-            checkpoints.sweep_abandoned(self._store, keep, self.claim.check)
-        except Superseded as error:
-            self._post(error)
-        except Exception as error:  # harmless: the next start sweeps again
-            self._warn(0, f"sweeping abandoned uploads: {type(error).__name__}: {error}")
+            for warning in checkpoints.sweep_abandoned(self._store, keep, self.claim.check):
+                self._warn(0, warning)
 
     # ---------------------------------------------------------------------- commands
 
@@ -402,9 +393,9 @@ class Publisher:
     def _prune(self, newest: Manifest) -> None:
         keep = self._job.checkpoint
         keep_for_s = None if keep.keep_for_h is None else keep.keep_for_h * 3600
-        try:
+        with self._told("older checkpoints were not pruned", newest.generation):  # tried again
             counted = owners.counted_in(self._store)
-            warnings = checkpoints.prune(
+            for warning in checkpoints.prune(
                 self._store,
                 newest,
                 keep.keep_last,
@@ -412,14 +403,8 @@ class Publisher:
                 self._in_use(),
                 self.claim.check,
                 lambda ref: ref.url not in self._damaged and counted(ref),
-            )
-        except Superseded as error:
-            self._post(error)
-            return
-        except Exception as error:  # tried again after the next one
-            warnings = (f"older checkpoints were not pruned: {type(error).__name__}: {error}",)
-        for warning in warnings:
-            self._warn(newest.generation, warning)
+            ):
+                self._warn(newest.generation, warning)
 
     def _abandon(self, command: cmd.AbandonCheckpoint) -> None:
         prefix = checkpoints.attempt_prefix(self._run, command.generation, command.step)
@@ -431,6 +416,16 @@ class Publisher:
         except Exception as error:  # tried again after the next commit, or swept at the next start
             self._not_deleted.append(command)
             self._warn(command.generation, f"{prefix}: {type(error).__name__}: {error}")
+
+    @contextlib.contextmanager
+    def _told(self, what: str, generation: int = 0) -> Iterator[None]:
+        """Whatever goes wrong is told, and no more: the job goes on."""
+        try:
+            yield
+        except Superseded as error:
+            self._post(error)
+        except Exception as error:
+            self._warn(generation, f"{what}: {type(error).__name__}: {error}")
 
     def _warn(self, generation: int, reason: str) -> None:
         self._post(Note("controller", generation, "checkpoint_warning", reason))

@@ -21,7 +21,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
 from elastic_ft.core.rescuing import StateAt, candidates
 from elastic_ft.core.terms import Terms
-from elastic_ft.errors import UsageError
+from elastic_ft.errors import UsageError, one_line
 from elastic_ft.keeper.emergency import (
     BEGUN,
     DONE,
@@ -208,10 +208,8 @@ class _Waiting:
         try:
             return PARSERS[key[key.rindex(".") :]](json.loads(body))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            url, why = self._store.url_of(key_of(self._run, key)), " ".join(str(error).split())
-            self._refused[key] = (
-                f"{url} is not what a keeper writes: {type(error).__name__}: {why[:200]}"
-            )
+            url = self._store.url_of(key_of(self._run, key))
+            self._refused[key] = f"{url} is not what a keeper writes: {one_line(error)}"
             return None
 
     def _of_kind(self, suffix: str) -> list[Any]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ft.core.sharding import Box, overlapping, uncovered
-from elastic_ft.errors import StateDamaged
+from elastic_ft.errors import StateDamaged, printable
 
 FORMAT_VERSION = 1
 NAME_CHARACTERS_MAX = 200
@@ -301,13 +301,6 @@ def _is_plain(name: Any) -> bool:
         and name not in (".", "..")
         and not {*name} & {"/", "\\"}
     )
-
-
-def printable(said: object) -> str:
-    """One line that any terminal takes: names are their writer's."""
-    text = " ".join(str(said).split())
-    text = "".join(c if c.isprintable() else "?" for c in text)
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:

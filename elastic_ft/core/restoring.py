@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from elastic_ft.core.assignment import Assignment, Holding, Member, Source, Tier
 from elastic_ft.core.commands import RollBack
@@ -16,8 +15,6 @@ from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.records import PendingStep, Writers
 from elastic_ft.core.source import choose, missing_of
 from elastic_ft.core.state import Turn
-
-Holder = TypeVar("Holder")
 
 WRITERS_KEPT = 4  # generations whose checkpoints may still be on their way
 

@@ -26,7 +26,15 @@ from elastic_ft.core.sharing.admission import Admission
 from elastic_ft.core.sharing.asks import SharingCommand, SharingEvent, SharingTerms
 from elastic_ft.core.sharing.dealing import deal_slots
 from elastic_ft.core.sharing.desk import Desk, plural
-from elastic_ft.core.sharing.ledger import ENDED_KEPT, Bundles, SharedJob, Sharing, count, removed
+from elastic_ft.core.sharing.ledger import (
+    ENDED_KEPT,
+    Bundles,
+    SharedJob,
+    Sharing,
+    as_many,
+    count,
+    removed,
+)
 from elastic_ft.core.sharing.waiting_line import who_ages_next
 from elastic_ft.core.table import Table
 
@@ -211,20 +219,8 @@ def _released(desk: Desk, job: SharedJob, places: asks.Places) -> None:
     held = removed(job.held, places)
     leaving = removed(job.leaving, places)
     more = max(0, count(held) - job.target)
-    leaving = _as_many(leaving, held, more) if job.has_room else held
+    leaving = as_many((*leaving, *held), more) if job.has_room else held
     desk.change(job.job, held=held, leaving=leaving)
-
-
-def _as_many(leaving: asks.Places, held: asks.Places, workers: int) -> asks.Places:
-    """``workers`` of ``held``, those of ``leaving`` first."""
-    chosen: dict[str, int] = {}
-    for places in (leaving, held):
-        for node, here in places:
-            more = min(here - chosen.get(node, 0), workers)
-            if more > 0:
-                chosen[node] = chosen.get(node, 0) + more
-                workers -= more
-    return tuple(sorted(chosen.items()))
 
 
 def _job_suspended(desk: Desk, event: asks.JobSuspended) -> None:
@@ -283,7 +279,7 @@ def _capacity_changed(desk: Desk, event: asks.CapacityChanged) -> None:
         if job.has_room:  # what is below its minimum is owed: see ``SharedJob.owed``
             stays = job.floor(count(held) - count(leaving))
             target = min(job.target, max(job.least, stays))
-            leaving = _as_many(leaving, held, max(0, count(held) - target))
+            leaving = as_many((*leaving, *held), max(0, count(held) - target))
         lost = count(job.held) - count(held)
         desk.change(job.job, held=held, leaving=leaving, target=target)
         if job.has_room and target != job.target:

@@ -34,8 +34,7 @@ from elastic_ft.data.sources import (
     read_tokens,
     reading,
 )
-from elastic_ft.errors import DataError, StorageError
-from elastic_ft.models.imports import one_line
+from elastic_ft.errors import DataError, StorageError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

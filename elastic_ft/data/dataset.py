@@ -22,8 +22,8 @@ from elastic_ft.data.epoch_order import EpochOrder
 from elastic_ft.data.reading_processes import ReadingProcesses
 from elastic_ft.data.stream import SampleStream
 from elastic_ft.data.token_shards import TokenShards, find_shards
-from elastic_ft.errors import DataError, redacted
-from elastic_ft.models.imports import call_object, import_object, one_line
+from elastic_ft.errors import DataError, one_line, redacted
+from elastic_ft.models.imports import call_object, import_object
 from elastic_ft.models.loss import IGNORED_LABEL
 
 

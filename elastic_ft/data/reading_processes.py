@@ -31,8 +31,7 @@ from elastic_ft.core.batches import SampleIds
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.reading import Loaded, read_micro_batch
 from elastic_ft.data.settings import Path, Settings, changed_settings, put_settings, settings_of
-from elastic_ft.errors import DataError
-from elastic_ft.models.imports import one_line
+from elastic_ft.errors import DataError, one_line
 
 log = logging.getLogger(__name__)
 IDS_SHOWN = 4
@@ -299,4 +298,4 @@ def _carried(error: Exception) -> Exception:
             return error
     except Exception:  # (a class that can't be made of its own arguments)
         pass
-    return DataError(f"reading a sample raised {type(error).__name__}: {one_line(error)}")
+    return DataError(f"reading a sample raised {one_line(error)}")

@@ -22,8 +22,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic_ft.config import DataConfig
-from elastic_ft.errors import DataError, StorageError, UsageError
-from elastic_ft.models.imports import one_line
+from elastic_ft.errors import DataError, StorageError, UsageError, one_line
 from elastic_ft.storage.backends import check_protocol
 
 STDLIB_URL = "stdlib:"

@@ -14,8 +14,8 @@ from torch import nn
 from elastic_ft.config import OptimizerConfig, ParameterGroup
 from elastic_ft.core import schedule
 from elastic_ft.engines.muon import MATRIX, MATRIX_DIMENSIONS, is_inner_matrix
-from elastic_ft.errors import ConfigError
-from elastic_ft.models.imports import import_object, one_line
+from elastic_ft.errors import ConfigError, one_line
+from elastic_ft.models.imports import import_object
 
 SCALE = "lr_scale"  # key of an optimizer's group: what its rate is of the schedule's
 KEY = "optimizer.schedule"

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from elastic_ft import torch_private
 from elastic_ft.engines.optimizer_state import Make, OptimizerState, materialise
-from elastic_ft.errors import ConfigError
-from elastic_ft.models.imports import one_line
+from elastic_ft.errors import ConfigError, one_line
 
 WIDTH, STEPS, RATE = 4, 3, 0.01
 

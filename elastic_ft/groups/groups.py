@@ -34,8 +34,8 @@ from elastic_ft import torch_private
 from elastic_ft.core.assignment import Member, NodeId, WorkerId
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import Share
-from elastic_ft.errors import GroupBroken
-from elastic_ft.groups.rendezvous import Rendezvous, error_in_line
+from elastic_ft.errors import GroupBroken, one_line
+from elastic_ft.groups.rendezvous import Rendezvous
 from elastic_ft.groups.store_links import (
     Address,
     SealedStore,
@@ -144,9 +144,7 @@ class Groups(Rendezvous):
         except GroupBroken:
             raise
         except Exception as error:  # torch raises many types; all mean: this generation is broken
-            raise GroupBroken(
-                f"forming generation {self.generation}: {error_in_line(error)}"
-            ) from error
+            raise GroupBroken(f"forming generation {self.generation}: {one_line(error)}") from error
         self._operation_timeout_s = operation_timeout_s
         if self.rank is not None:
             torch_private.set_group_timeout(dist.group.WORLD, operation_timeout_s)
@@ -261,7 +259,7 @@ class Groups(Rendezvous):
         try:
             ended.result()
         except Exception as error:
-            raise GroupBroken(error_in_line(error)) from error
+            raise GroupBroken(one_line(error)) from error
 
     @contextlib.contextmanager
     def guard(self, connection: Closable) -> Iterator[None]:
@@ -391,4 +389,4 @@ def _abort(backend: Any) -> None:
     try:
         backend.abort()
     except RuntimeError as error:  # this process will be killed for not coming to its safe point
-        log.warning("aborting a communicator: %s", error_in_line(error))
+        log.warning("aborting a communicator: %s", one_line(error))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -11,7 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from elastic_ft.core.typed import Undecodable, decoder
-from elastic_ft.errors import GroupBroken
+from elastic_ft.errors import GroupBroken, one_line
 from elastic_ft.transport.messages import MessageRefused, Packed, pack, unpack
 
 T = TypeVar("T")
@@ -54,13 +55,10 @@ class Rendezvous:
 
         ``timeout_s``: as of ``exchange``.
         """
-        assert self.store is not None
-        try:
-            if self.store.add(f"{name}/count", 1) == self.participants:
-                self.store.set(f"{name}/all", b"1")
+        with self._store_for(f"barrier {name}") as store:
+            if store.add(f"{name}/count", 1) == self.participants:
+                store.set(f"{name}/all", b"1")
             self._await(f"{name}/all", timeout_s=timeout_s)
-        except Exception as error:
-            raise GroupBroken(f"barrier {name}: {error_in_line(error)}") from error
 
     def exchange(self, name: str, value: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Returns every participant's value, in participant order.
@@ -68,16 +66,13 @@ class Rendezvous:
         The first one collects them, so that all the others read one value: equal ones once.
         ``timeout_s``: for all to be here; None where they only have to meet.
         """
-        assert self.store is not None
-        try:
-            self.store.set(f"{name}/{self.participant}", value)
+        with self._store_for(f"exchange {name}") as store:
+            store.set(f"{name}/{self.participant}", value)
             if self.participant == 0:
                 everyones = _Everyones.of(self._collect(name, timeout_s))
-                self.store.set(f"{name}/all", pack(Packed(everyones)))
+                store.set(f"{name}/all", pack(Packed(everyones)))
             self._await(f"{name}/all", timeout_s=timeout_s)
-            return decoder(_Everyones)(unpack(self.store.get(f"{name}/all"))).listed()
-        except Exception as error:
-            raise GroupBroken(f"exchange {name}: {error_in_line(error)}") from error
+            return decoder(_Everyones)(unpack(store.get(f"{name}/all"))).listed()
 
     def _collect(self, name: str, timeout_s: float | None) -> list[bytes]:
         assert self.store is not None
@@ -102,22 +97,21 @@ class Rendezvous:
 
     def publish(self, name: str, make: Callable[[], bytes]) -> None:
         """The first to come puts what ``make`` returns into the store, for all."""
-        assert self.store is not None
-        try:
-            if self.store.add(f"{name}/said", 1) == 1:
-                self.store.set(name, make())
-        except Exception as error:
-            raise GroupBroken(f"publishing {name}: {error_in_line(error)}") from error
+        with self._store_for(f"publishing {name}") as store:
+            if store.add(f"{name}/said", 1) == 1:
+                store.set(name, make())
 
     def published(self, name: str) -> bytes:
         """What was published, before an ``exchange``, by whoever knows ``name``."""
+        with self._store_for(f"reading {name}") as store:
+            self._await(name)
+            return bytes(store.get(name))
+
+    @contextlib.contextmanager
+    def _store_for(self, what: str) -> Iterator[dist.Store]:
+        """Raises GroupBroken for whatever goes wrong."""
         assert self.store is not None
         try:
-            self._await(name)
-            return bytes(self.store.get(name))
+            yield self.store
         except Exception as error:
-            raise GroupBroken(f"reading {name}: {error_in_line(error)}") from error
-
-
-def error_in_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise GroupBroken(f"{what}: {one_line(error)}") from error

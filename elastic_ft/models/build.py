@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from elastic_ft.config import LoraSection, ModelConfig
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import ModelError
+from elastic_ft.errors import ModelError, one_line
 from elastic_ft.models.decoder import PRESETS, Decoder, DecoderConfig
 from elastic_ft.models.experts import MIXTURES, MixtureConfig, MixtureDecoder
-from elastic_ft.models.imports import call_object, one_line
+from elastic_ft.models.imports import call_object
 from elastic_ft.models.initial import Recipe, recorded
 from elastic_ft.models.lora import add_adapters
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from elastic_ft.errors import UsageError
+from elastic_ft.errors import UsageError, one_line
 
 
 def import_object(path: str, key: str, error: type[UsageError]) -> Any:
@@ -46,11 +46,3 @@ def call_object(path: str, kwargs: dict[str, Any], key: str, error: type[UsageEr
         return function(**kwargs)
     except Exception as cause:  # the user's code may raise anything
         raise error(f"{key}: {path}(**kwargs) failed: {one_line(cause)}") from cause
-
-
-def one_line(error: BaseException, length_max: int = 300) -> str:
-    """Returns the type and message of ``error`` on one line."""
-    message = " ".join(str(error).split())
-    if len(message) > length_max:
-        message = message[:length_max] + "..."
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from elastic_ft.config import LoraSection
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import ModelError
-from elastic_ft.models.imports import one_line
+from elastic_ft.errors import ModelError, one_line
 from elastic_ft.models.initial import draw
 
 KEY = "model.lora"

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, one_line
 from elastic_ft.models.context_parallel import ContextShare
-from elastic_ft.models.imports import one_line
 from elastic_ft.models.loss import cross_entropy_sum
 
 KEY = "parallel.pp"  # of the job file, for messages

@@ -18,6 +18,7 @@ from elastic_ft.core.layouts.layout import DIMENSIONS
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe import files
 from elastic_ft.observe.accounts import Totals
 from elastic_ft.observe.catalogue import COMMON, METRICS, RECOVERY_BUCKETS_S, Metric
 from elastic_ft.observe.journal import COUNTED
@@ -255,6 +256,4 @@ def state_copies(assignment: Assignment) -> int:
 def write_targets(folder: Path, target: str) -> None:
     """Tells Prometheus (file_sd_configs) where the job serves its metrics; "" for nowhere."""
     targets = [{"targets": [target], "labels": {"run": folder.name}}] if target else []
-    swap = folder / f"{TARGETS}.tmp"
-    swap.write_text(json.dumps(targets) + "\n")
-    swap.replace(folder / TARGETS)
+    files.replace(folder / TARGETS, json.dumps(targets).encode() + b"\n")

@@ -19,7 +19,7 @@ from elastic_ft.core.membership import step as decide
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.core.typed import decoder
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, one_line
 from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts, Totals
 from elastic_ft.observe.lines import Line
@@ -107,7 +107,7 @@ def parse_inbox(lines: Iterable[Line]) -> Iterator[InboxItem]:
             RecursionError,
             OverflowError,
         ) as error:
-            what = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            what = one_line(error, 120)
             raise ConfigError(f"inbox.jsonl:{number} can't be understood: {what}") from None
         yield item
 
@@ -182,7 +182,7 @@ def replay(inbox: Iterable[InboxItem], accounts: Accounts | None = None) -> Repl
             done.state, commands = decide(done.state, item.event, policy)
             done.decisions.extend(line for command in commands for line in journal_line_of(command))
         except Exception as error:  # told nonsense, the core may raise anything
-            what = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            what = one_line(error, 120)
             told = f"event {done.told}, {type(item.event).__name__}"
             raise ConfigError(f"inbox.jsonl: the core can't be told {told}: {what}") from error
         for command in commands:

@@ -11,11 +11,8 @@ import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import fsspec
-
 from elastic_ft.config.section import WORKERS_MAX
-from elastic_ft.errors import ConfigError
-from elastic_ft.observe.lines import local_path
+from elastic_ft.errors import ConfigError, StoreFailed
 
 NAME = "resize.json"
 
@@ -34,20 +31,14 @@ class Resize:
 
 def ask_to_resize(run_url: str, workers: int, places: dict[str, int] | None = None) -> Resize:
     """Writes the request whole or not at all. Raises ConfigError if the folder can't be written."""
+    from elastic_ft.storage.store import open_store  # commands begin without it
+
     resize = Resize(workers, uuid.uuid4().hex[:12], places or {})
     content = json.dumps(asdict(resize)).encode()
-    folder = local_path(run_url)
     try:
-        if folder is not None:
-            swap = folder / f"{NAME}.{resize.request}"
-            swap.write_bytes(content)
-            swap.replace(folder / NAME)
-        else:
-            fs, path = fsspec.core.url_to_fs(f"{run_url.rstrip('/')}/{NAME}")
-            fs.pipe_file(path, content)
-    except Exception as error:  # any filesystem may raise anything
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{run_url}: the request cannot be written: {reason}") from None
+        open_store(run_url).put(NAME, content)
+    except StoreFailed as error:
+        raise ConfigError(f"{run_url}: the request cannot be written: {error}") from None
     return resize
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ft.config import Job, parse_text
 from elastic_ft.core.invariants import Expected, Violation, check_run
-from elastic_ft.errors import ConfigError, ElasticError, StoreFailed
+from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, one_line
 from elastic_ft.observe.lines import SEGMENTS, Line, local_path, parse_lines
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class RunReader:
         try:
             return _read(self.url, name)
         except (OSError, ElasticError) as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            why = one_line(error, 120)
             raise ConfigError(f"{self.url}/{name} can't be read: {why}") from None
 
 

@@ -63,6 +63,12 @@ class Found:
         """The tail's first line; empty without one."""
         return self.tail[: self.tail.find(b"\n") + 1]
 
+    def whole(self) -> bytes:
+        """Of one that was read with nothing known."""
+        content = self.beyond(0)
+        assert content is not None
+        return content
+
     def beyond(self, offset: int) -> bytes | None:
         """The bytes from ``offset``; None if the file is shorter, or they were not read now."""
         if offset > sum(self.sizes.values()) + len(self.tail):
@@ -122,9 +128,7 @@ def _unchanged(tail: bytes, known: Found) -> Found | None:
 
 def read_whole(store: Store, name: str) -> bytes:
     """The content of a file. Raises StoreError, of kind MISSING if there is no such file."""
-    content = read_segments(store, name).beyond(0)
-    assert content is not None
-    return content
+    return read_segments(store, name).whole()
 
 
 def join_copies(folder: Path, replace: Callable[[Path, bytes], None]) -> None:
@@ -188,9 +192,7 @@ class Mirror:
         found = read_segments(self._store, self._name)
         self._closed = [_closed(key, body) for key, body in found.bodies.items()]
         self._ignored = list(found.ignored)
-        content = found.beyond(0)
-        assert content is not None
-        return content
+        return found.whole()
 
     def upload(self, file: BinaryIO, size: int, replaced: bool) -> int:
         """The whole lines of the file's first ``size`` bytes are in the store. Returns bytes sent.

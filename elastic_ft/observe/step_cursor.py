@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.observe import files
 from elastic_ft.observe.lines import Line
 
 CURSOR, LOCK = "cursor.json", "writer.lock"
@@ -36,10 +37,7 @@ class Cursor:
         return bool(line["step"] <= self.step and line["generation"] <= self.generation)
 
     def save(self, folder: Path) -> None:
-        path = folder / CURSOR
-        beside = path.with_suffix(".partial")
-        beside.write_text(json.dumps(asdict(self)))
-        beside.replace(path)
+        files.replace(folder / CURSOR, json.dumps(asdict(self)).encode())
 
 
 def read_cursor(folder: Path) -> Cursor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +32,6 @@ from elastic_ft.service.service import Service, check_priority
 from elastic_ft.service.service_metrics import exposition
 from elastic_ft.service.story import Item, LineStream
 
-log = logging.getLogger(__name__)
 CALLER = web.RequestKey("caller", Caller)
 COOKIE = "elastic_ft_token"
 ANSWER_TIMEOUT_S = 30.0  # a change that is not journalled by then is answered with 503

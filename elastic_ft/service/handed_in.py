@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 from elastic_ft.config import Job, parse_job, parse_yaml
-from elastic_ft.config.mistakes import one_line
+from elastic_ft.config.mistakes import SHOWN
 from elastic_ft.config.section import COUNT_MAX
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, printable
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 NO_TEXT = re.compile(r"[\0\ud800-\udfff]")  # in no file's name, no environment and no UTF-8
@@ -49,7 +49,7 @@ def check_values(values: Any, where: str = "") -> None:
     would be another one. What is the user's own (``kwargs``, say) is looked at by nobody else."""
     if isinstance(values, dict):
         for key, value in values.items():
-            inside = f"{where}.{one_line(key)}" if where else one_line(key)
+            inside = f"{where}.{printable(key, SHOWN)}" if where else printable(key, SHOWN)
             if not isinstance(key, str | int) or (isinstance(key, str) and NO_TEXT.search(key)):
                 raise ConfigError(f"{inside}: this key can't be sent as JSON: expected text")
             check_values(value, inside)

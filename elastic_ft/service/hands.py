@@ -19,8 +19,8 @@ from elastic_ft.config import parse_job
 from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.sharing import asks
-from elastic_ft.core.sharing.ledger import SharedJob, count, removed
-from elastic_ft.errors import ElasticError, StoreFailed, UsageError
+from elastic_ft.core.sharing.ledger import SharedJob, as_many, count, removed
+from elastic_ft.errors import ElasticError, StoreFailed, UsageError, one_line
 from elastic_ft.hosts.ray.names import (
     Remains,
     RunNames,
@@ -35,8 +35,7 @@ from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.job_orders import JobOrder
 from elastic_ft.service.office import UNWRITTEN, Office
 from elastic_ft.service.story import JobStory
-from elastic_ft.storage.kinds import FailureKind
-from elastic_ft.storage.store import Store, StoreError, open_store
+from elastic_ft.storage.store import Store, if_there, open_store
 
 log = logging.getLogger(__name__)
 MARK = "service-start.json"
@@ -127,13 +126,11 @@ class JobHand:
     def _read_mark(self) -> StartMark | None:
         """None if it was never started. Raises StoreFailed: a job that runs must not be taken for
         one that does not."""
-        try:
-            found = json.loads(self._store.get(MARK))
-            return StartMark(int(found["start"]), int(found["seq"]))
-        except StoreError as error:
-            if error.kind is not FailureKind.MISSING:
-                raise
-        return None
+        content = if_there(lambda: self._store.get(MARK))
+        if content is None:
+            return None
+        found = json.loads(content)
+        return StartMark(int(found["start"]), int(found["seq"]))
 
     def _is_submitted(self, job: SharedJob) -> bool:
         """A service may have been killed between the mark and the submission."""
@@ -170,8 +167,7 @@ class JobHand:
             self._end(job, "failed", str(error))
         except Exception as error:  # Ray's, a store's: it may go better the next time
             log.exception("%s could not be started", self.order.id)
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self._tell(asks.StartFailed(time.time(), job.job, job.start, why))
+            self._tell(asks.StartFailed(time.time(), job.job, job.start, one_line(error)))
         else:
             self._submitted_s = time.monotonic()
 
@@ -345,14 +341,5 @@ def released(job: SharedJob, held: Counter[str]) -> asks.Places:
     """Of the places that the job is to leave, those that it has left. It may have left others than
     it was told: it is the number that counts."""
     gone = count(job.held) - max(held.total(), job.target)
-    places: dict[str, int] = {}
-    for node, workers in (*_missing(job, held), *job.leaving):
-        more = min(workers - places.get(node, 0), gone)
-        if more > 0:
-            places[node] = places.get(node, 0) + more
-            gone -= more
-    return tuple(sorted(places.items()))
-
-
-def _missing(job: SharedJob, held: Counter[str]) -> asks.Places:
-    return removed(job.held, tuple(held.items()))
+    missing = removed(job.held, tuple(held.items()))
+    return as_many((*missing, *job.leaving), gone)

@@ -19,6 +19,7 @@ from typing import Any
 
 from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ElasticError
+from elastic_ft.observe import files
 
 FILE = "local-nodes.json"  # in the service's folder
 LOG = "local-nodes.log"
@@ -31,7 +32,8 @@ def main(options: dict[str, Any]) -> int:
 
     from elastic_ft.hosts.ray.cluster import LocalCluster
     from elastic_ft.hosts.ray.names import ROOT, actor_named, actors_of
-    from elastic_ft.service.service_actor import NAME, ServiceOptions, start_actor
+    from elastic_ft.service.service_actor import NAME, start_actor
+    from elastic_ft.service.starting import HowToServe
     from elastic_ft.transport.title import set_title
 
     set_title("ef-local-nodes")
@@ -41,7 +43,7 @@ def main(options: dict[str, Any]) -> int:
     folder = Path(options["folder"])
     with LocalCluster(options["nodes"], options["cpus_per_node"]) as cluster:
         cluster.connect()
-        actor = start_actor(decoder(ServiceOptions)(options), this_node=True)
+        actor = start_actor(decoder(HowToServe)(options), this_node=True)
         try:
             where = ray.get(actor.where.remote(), timeout=120)
         except Exception as error:
@@ -58,9 +60,7 @@ def main(options: dict[str, Any]) -> int:
 
 
 def _say(folder: Path, what: dict[str, Any]) -> None:
-    swap = folder / f"{FILE}.tmp"
-    swap.write_text(json.dumps(what | {"at_s": time.time()}))
-    swap.replace(folder / FILE)
+    files.replace(folder / FILE, json.dumps(what | {"at_s": time.time()}).encode())
 
 
 def reason_of(error: Exception) -> str:

@@ -13,15 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from elastic_ft.core.scheduling import decide, refuses
 from elastic_ft.core.sharing import asks
+from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError, StoreFailed, Superseded, UsageError
 from elastic_ft.service.chronicle import Chronicle, Entry, NumberTaken
 from elastic_ft.service.job_orders import JobOrder, Notice, told_of
-from elastic_ft.service.service_config import sharing_terms_of, terms_to_json
 from elastic_ft.service.share_standing import ASKS, Decision, JobEnd, ShareStanding
 from elastic_ft.service.standing_snapshots import ShareSnapshot, StandingSnapshots
 
@@ -87,7 +87,7 @@ class Office:
         while self._read_terms != self.terms:
             self._check_queues()
             try:
-                said = {"event": TERMS, "at_s": time.time(), "terms": terms_to_json(self.terms)}
+                said = {"event": TERMS, "at_s": time.time(), "terms": asdict(self.terms)}
                 self._chronicle.append([said])
                 self._read_terms, self._terms_are_news = self.terms, True
                 self._count(1)
@@ -124,7 +124,7 @@ class Office:
         for line in lines:
             self._terms_are_news = line["event"] == TERMS
             if self._terms_are_news:
-                self._read_terms = sharing_terms_of(line["terms"])
+                self._read_terms = decoder(asks.SharingTerms)(line["terms"])
             else:
                 self.standing, _ = _told(self.standing, told_of(line), self._read_terms)
         self._count(len(lines))

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
@@ -19,16 +18,15 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from elastic_ft.config import Job
-from elastic_ft.core.sharing import asks
 from elastic_ft.errors import StoreFailed, Superseded, UsageError
 from elastic_ft.hosts.ray.names import NAMESPACE
 from elastic_ft.hosts.ray.started_by import KEY
 from elastic_ft.hosts.ray.warm_nodes import WarmNodes
 from elastic_ft.observe.lines import local_path
-from elastic_ft.service.access import Rights
 from elastic_ft.service.api import Api
 from elastic_ft.service.served_at import ANYWHERE, bound, service_url
 from elastic_ft.service.service import Service
+from elastic_ft.service.starting import HowToServe
 from elastic_ft.storage.store import if_there, open_store
 from elastic_ft.transport.title import set_title
 
@@ -42,24 +40,10 @@ CALLS = 16
 SILENT_S = 75.0  # of a connection without a request, or with half of one's head: it is ended
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceOptions:
-    """``port`` 0: any, and the same again after a restart."""
-
-    folder: str
-    host: str = "127.0.0.1"
-    port: int = 8266
-    terms: asks.SharingTerms = field(default_factory=asks.SharingTerms)
-    users: dict[str, Rights] = field(default_factory=dict)
-    tls_cert: str = ""
-    tls_key: str = ""
-    warm: bool = False
-
-
 class ServiceActor:
     """Made again by Ray when it dies: everything is in its folder."""
 
-    def __init__(self, options: ServiceOptions) -> None:
+    def __init__(self, options: HowToServe) -> None:
         set_title("ef-service")
         self._options = options
         self._itself = ray.get_runtime_context().current_actor
@@ -182,7 +166,7 @@ def submit_on_ray(job: Job, run_url: str, executable: str) -> None:
     ElasticTrainer(job, run_config=config).start()
 
 
-def tls_of(options: ServiceOptions) -> ssl.SSLContext | None:
+def tls_of(options: HowToServe) -> ssl.SSLContext | None:
     """Raises UsageError."""
     if not options.tls_cert:
         return None
@@ -203,7 +187,7 @@ def _own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def start_actor(options: ServiceOptions, this_node: bool) -> Any:
+def start_actor(options: HowToServe, this_node: bool) -> Any:
     """Asks for the service's actor, if there is none. ``this_node``: it is to be reached here.
 
     Raises UsageError.

@@ -3,17 +3,16 @@ refused; what it does not say is as ``core.sharing.asks.SharingTerms`` has it.""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from elastic_ft.config import parse_yaml
 from elastic_ft.config.job_file import FILE_BYTES_MAX
 from elastic_ft.config.section import Delay, Seconds, Section
+from elastic_ft.core.policy import same_names
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms
-from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError
 from elastic_ft.service.access import ANY, Rights
 
@@ -57,8 +56,7 @@ class ServiceConfig(Section):
     @property
     def terms(self) -> SharingTerms:
         queues = {name: QueueTerms(**queue.model_dump()) for name, queue in self.queues.items()}
-        names = ("cooldown_s", "ageing_s", "starts_max", "retry_s", "autoscaler", "surplus")
-        return SharingTerms(queues, **{name: getattr(self, name) for name in names})
+        return SharingTerms(**same_names(SharingTerms, self) | {"queues": queues})
 
 
 def load_config(path: str | Path | None) -> ServiceConfig:
@@ -76,12 +74,3 @@ def load_config(path: str | Path | None) -> ServiceConfig:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "config"
         raise ConfigError(f"{key}: {first['msg']} (in {path})") from None
-
-
-def terms_to_json(terms: SharingTerms) -> dict[str, Any]:
-    return dataclasses.asdict(terms)
-
-
-def sharing_terms_of(values: dict[str, Any]) -> SharingTerms:
-    found: SharingTerms = decoder(SharingTerms)(values)
-    return found

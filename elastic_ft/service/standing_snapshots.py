@@ -14,17 +14,16 @@ import logging
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_ft.core.sharing.asks import SharingTerms, Wish
 from elastic_ft.core.sharing.ledger import Sharing
 from elastic_ft.core.table import Table
 from elastic_ft.core.typed import decoder, fields_of
-from elastic_ft.errors import ConfigError, StoreFailed
+from elastic_ft.errors import ConfigError, StoreFailed, one_line
 from elastic_ft.observe.snapshots import as_plain_values, decode_as
 from elastic_ft.service.job_orders import JobOrder
-from elastic_ft.service.service_config import sharing_terms_of, terms_to_json
 from elastic_ft.service.share_standing import Decision, JobEnd, ShareStanding
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.shards import parallel
@@ -104,8 +103,7 @@ class StandingSnapshots:
                 raise
             raise Unreadable(str(error)) from None
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = " ".join(str(error).split())[:300]
-            raise Unreadable(f"{type(error).__name__}: {why}") from None
+            raise Unreadable(one_line(error)) from None
 
     # ---------------------------------------------------------------------------- it is written
 
@@ -165,7 +163,7 @@ def _content(kept: ShareSnapshot, orders: list[str]) -> bytes:
         "form": FORM,
         "nonce": kept.nonce,
         "lines": kept.lines,
-        "terms": terms_to_json(kept.terms),
+        "terms": asdict(kept.terms),
         "sharing": as_plain_values(standing.sharing),
         "orders": orders,
         "ended": {job: fields_of(end) for job, end in standing.ended.items()},
@@ -194,5 +192,5 @@ def _kept(found: dict[str, Any], number: int, orders: dict[str, JobOrder]) -> Sh
         Table(wishes),
         Table(decoder(dict[str, int])(found["counts"])),
     )
-    terms = sharing_terms_of(found["terms"])
+    terms = decoder(SharingTerms)(found["terms"])
     return ShareSnapshot(number, str(found["nonce"]), int(found["lines"]), terms, standing)

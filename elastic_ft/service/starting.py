@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,13 +32,14 @@ LOCK = "start.lock"
 
 @dataclass(frozen=True, slots=True)
 class HowToServe:
-    """What the service is started with, wherever that is."""
+    """What the service is started with, wherever that is. ``port`` 0: any, and the same again after
+    a restart."""
 
     folder: str
-    host: str
-    port: int
-    terms: SharingTerms
-    users: dict[str, Rights]
+    host: str = "127.0.0.1"
+    port: int = 8266
+    terms: SharingTerms = field(default_factory=SharingTerms)
+    users: dict[str, Rights] = field(default_factory=dict)
     tls_cert: str = ""
     tls_key: str = ""
     warm: bool = False
@@ -171,14 +172,11 @@ def start_at(how: HowToServe) -> str:
     import ray
     from ray.exceptions import RayError
 
-    from elastic_ft.service.service_actor import ServiceOptions, start_actor
+    from elastic_ft.service.service_actor import start_actor
 
     local = local_path(how.folder)
     wanted = how.folder.rstrip("/") if local is None else str(local)
-    options = ServiceOptions(
-        wanted, how.host, how.port, how.terms, how.users, how.tls_cert, how.tls_key, how.warm
-    )
-    actor = start_actor(options, this_node=how.host in LOOPBACK)
+    actor = start_actor(replace(how, folder=wanted), this_node=how.host in LOOPBACK)
     try:
         where = ray.get(actor.where.remote(), timeout=START_TIMEOUT_S)
     except RayError as error:

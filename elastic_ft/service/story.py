@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ft.errors import ElasticError
+from elastic_ft.errors import ElasticError, one_line
 from elastic_ft.observe.journal_text import story
 from elastic_ft.observe.lines import Line
 from elastic_ft.observe.run_reader import RunReader, Tail
@@ -98,7 +98,7 @@ class JobStory:
                     self._count(line)
                 self.result, self.trouble = result, ""
             except (ElasticError, OSError) as error:
-                self.trouble = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                self.trouble = one_line(error)
 
     @property
     def lines(self) -> int:

@@ -22,14 +22,13 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from fsspec.registry import registry  # type: ignore[import-untyped]
 
-from elastic_ft.errors import StorageError, redacted
+from elastic_ft.errors import StorageError, one_line, redacted
 from elastic_ft.storage.kinds import (
     OBJECT_STORES,
     PIECE_BYTES,
     Backend,
     Bytes,
     FailureKind,
-    one_line,
 )
 
 REMOTE_PIECE_BYTES = 32 * PIECE_BYTES

@@ -284,16 +284,10 @@ def delete_checkpoint(store: Store, key: str, in_use: Collection[str | None]) ->
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Swept:
-    prefixes: tuple[str, ...]  # deleted
-    warnings: tuple[str, ...] = ()
-
-
 def sweep_abandoned(
     store: Store, keep_runs: Iterable[str] = (), check: Check = lambda: None
-) -> Swept:
-    """Deletes data that no manifest references, except that of ``keep_runs``.
+) -> tuple[str, ...]:
+    """Deletes data that no manifest references, except that of ``keep_runs``. Returns warnings.
 
     For the start of a job, when one controller alone is at work. If some manifest can't be
     understood nothing is deleted, for its data may be good. Never raises StoreFailed: what was
@@ -309,14 +303,13 @@ def sweep_abandoned(
         found = {"/".join(key.split("/")[:3]) for key in store.list("data")}
         referenced = {prefix_of(load_manifest(store, ref)) for ref in committed(store)}
     except (StoreFailed, StateDamaged) as error:
-        return Swept((), (f"abandoned data was not swept: {error}",))
+        return (f"abandoned data was not swept: {error}",)
     doomed = sorted(p for p in found - referenced if p.split("/")[1] not in keep)
-    swept, warnings = [], []
+    warnings = []
     for prefix in doomed:
         check()
         try:
             store.delete(prefix)
-            swept.append(prefix)
         except StoreFailed as error:
             warnings.append(f"{prefix} was not swept: {error}")
-    return Swept(tuple(swept), tuple(warnings))
+    return tuple(warnings)

@@ -42,9 +42,3 @@ class Backend(Protocol):
     def size(self, key: str, timeout_s: float) -> int: ...
     def list(self, prefix: str, timeout_s: float, after: str = "") -> list[str]: ...
     def delete(self, key: str, timeout_s: float) -> None: ...
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
-    name = type(error).__name__
-    return f"{name}: {text}" if text else name

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_ft.core.manifest import COUNT_MAX, TensorSpec
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import StorageError, StoreFailed
+from elastic_ft.errors import StorageError, StoreFailed, one_line, printable
 from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, batched_by_size, parallel
 from elastic_ft.storage.store import Store, if_there, open_store
 
@@ -260,7 +260,9 @@ def _files(store: Store) -> list[str]:
             if not file.isprintable() or {"", ".", ".."} & {*file.split("/")} or "\\" in file:
                 raise ValueError(f"not the name of a file of this folder: {file[:80]!r}")
     except MALFORMED as error:
-        raise StorageError(f"{store.url_of(INDEX)}: not an index: {_line(error)}") from None
+        raise StorageError(
+            f"{store.url_of(INDEX)}: not an index: {printable(one_line(error))}"
+        ) from None
     return files
 
 
@@ -277,7 +279,7 @@ def _read_header(store: Store, file: str) -> dict[str, Stored]:
         entries.pop("__metadata__", None)
         found = {name: _stored(file, entry, 8 + length) for name, entry in entries.items()}
     except MALFORMED as error:
-        why = _line(error)
+        why = printable(one_line(error))
         raise StorageError(f"{store.url_of(file)}: not a safetensors header: {why}") from None
     end = max((stored.stop for stored in found.values()), default=8 + length)
     if end != size:
@@ -300,8 +302,3 @@ def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= COUNT_MAX:
         raise ValueError(f"expected a whole number from 0, found {str(value)[:40]}")
     return value
-
-
-def _line(error: BaseException) -> str:
-    text = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
-    return " ".join(text.split())[:200]

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from elastic_ft.core.manifest import Manifest, ShardEntry, incomplete, printable
+from elastic_ft.core.manifest import Manifest, ShardEntry, incomplete
 from elastic_ft.core.sharding import Box, slabs
-from elastic_ft.errors import OutOfTime, StateDamaged, StoreFailed
+from elastic_ft.errors import OutOfTime, StateDamaged, StoreFailed, printable
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError
 

@@ -1,6 +1,6 @@
-"""Which fields of ``TrainingArguments`` mean what here: honoured, refused by name, or meaningless.
+"""Which fields of ``TrainingArguments`` are refused, by name.
 
-Every field of the tested version is in one of the three; docs/hugging-face.md has the same table.
+docs/hugging-face.md has every field of the tested version: honoured, refused, or without effect.
 """
 
 from __future__ import annotations
@@ -14,55 +14,6 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.given import quantised_by
-
-HONOURED = frozenset(
-    """
-    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
-    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay
-    adam_beta1 adam_beta2 adam_epsilon optim_target_modules gradient_accumulation_steps
-    max_grad_norm label_smoothing_factor bf16 tf32 activation_checkpointing
-    activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
-    use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps
-    logging_strategy logging_steps logging_first_step logging_nan_inf_filter
-    include_num_input_tokens_seen log_level disable_tqdm report_to run_name project
-    trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps
-    eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
-    eval_do_concat_batches eval_accumulation_steps include_for_metrics
-    save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model
-    greater_is_better seed data_seed use_cpu remove_unused_columns label_names
-    train_sampling_strategy length_column_name do_train do_eval do_predict debug skip_memory_metrics
-    """.split()  # noqa: SIM905
-)
-
-# What has no effect: this does it, or there is no such thing.
-MEANINGLESS = {
-    "average_tokens_across_devices": "tokens are counted over the global batch, always",
-    "save_only_model": "always so: what a job goes on from is its own checkpoint",
-    "log_on_each_node": "one process logs",
-    "log_level_replica": "each process has log_level",
-    "save_on_each_node": "one process exports; checkpoints are the job's",
-    "ignore_data_skip": "nothing is skipped: the order says where to go on",
-    "restore_callback_states_from_checkpoint": "callbacks' states are the job's state",
-    "dataloader_num_workers": "samples are read a step ahead in a thread; evaluation has them",
-    "dataloader_pin_memory": "of training; evaluation has it",
-    "dataloader_prefetch_factor": "a step is read ahead",
-    "dataloader_persistent_workers": "the thread stays",
-    "dataloader_multiprocessing_context": "there are no reading processes",
-    "dataloader_in_order": "the order is always kept",
-    "ddp_backend": "the device says which",
-    "ddp_timeout": "elastic.* has the deadlines",
-    "ddp_bucket_cap_mb": "torch's default is taken",
-    "ddp_broadcast_buffers": "the registered state says what buffers are",
-    "ddp_find_unused_parameters": "parallel.unused_parameters of the job",
-    "ddp_static_graph": "worlds change",
-    "local_rank": "the world has ranks, and changes",
-    "hub_token": "nothing is pushed",
-    "hub_private_repo": "nothing is pushed",
-    "hub_model_id": "nothing is pushed",
-    "hub_strategy": "nothing is pushed",
-    "hub_always_push": "nothing is pushed",
-    "hub_revision": "nothing is pushed",
-}
 
 _JOB = "say it in the job: "
 # By name: why, and what else; refused where the value is not the default.

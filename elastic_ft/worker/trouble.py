@@ -54,7 +54,7 @@ class Trouble:
         if not restored and isinstance(error, (errors.StateDamaged, errors.StateUnreadable)):
             self._send(_refusal(worker, generation, error))
         elif isinstance(error, errors.StateDamaged) or self._is_collective(error):
-            text = _one_line(error)
+            text = errors.one_line(error)
             self._send(ev.CollectiveFailed(time.time(), worker, generation, step, text))
         else:
             self._send(self._raised(generation, error))
@@ -68,7 +68,7 @@ class Trouble:
             error = errors.UsageError(
                 "a collective of the script's own broke between two steps, where nothing is tried "
                 "again: put it into the function of @ctx.step, or use ctx.evaluate "
-                f"({_one_line(error)})"
+                f"({errors.one_line(error)})"
             )
         self._send(self._raised(self._points.generation, error))
 
@@ -86,7 +86,7 @@ class Trouble:
             return False
         if is_out_of_memory(error) and self._out_of_memory_at != step:
             self._out_of_memory_at = step
-            text = f"out of device memory, once more with an empty cache: {_one_line(error)}"
+            text = f"out of device memory, once more with an empty cache: {errors.one_line(error)}"
             worker = self._member.worker
             self._send(ev.CollectiveFailed(time.time(), worker, generation, step, text))
             return True
@@ -144,7 +144,3 @@ def _refusal(
     return ev.SourceRefused(
         now_s, worker, generation, error.holder, reason, kind=ev.UNREACHABLE, unread_by=unread_by
     )
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {errors.redacted(' '.join(str(error).split()))[:200]}"

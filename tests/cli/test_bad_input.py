@@ -18,7 +18,8 @@ from chaos.s3_server import s3_server
 from elastic_ft import __version__
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
 from elastic_ft.cli.check_stores import check_apart
-from elastic_ft.cli.preflight import Place, check_workers, one_worker
+from elastic_ft.cli.preflight import check_workers, one_worker
+from elastic_ft.cli.where import Where
 from elastic_ft.config import load_job
 from elastic_ft.errors import ConfigError
 
@@ -145,7 +146,7 @@ def test_bad_arguments_are_refused(refused: Refused, arguments: list[str], expec
 
 
 def test_one_worker_by_default_is_said(write_job: Callable[..., str]) -> None:
-    anywhere = Place("a cluster")
+    anywhere = Where(address="auto")
     alone = {"elastic": {}, "parallel": {"strategy": "fsdp"}}
     with pytest.raises(ConfigError) as told:
         check_workers(load_job(write_job(alone | {"parallel.cp": 4})), anywhere)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from elastic_ft.cli.app import COMPLETED, run_command
-from elastic_ft.cli.preflight import Place, check_job
+from elastic_ft.cli.preflight import check_job
+from elastic_ft.cli.where import Where
 from elastic_ft.errors import ConfigError
 from elastic_ft.storage.inspect import find_one
 from tests.multiproc.harness import make_job, run_job
@@ -56,7 +57,7 @@ def test_it_goes_on_with_the_same_weights_alone(tmp_path: Path) -> None:
     assert_exported(out, tmp_path / "exported", base)
     save_llama(base, seed=8)
     with pytest.raises(ConfigError, match=f"^model.pretrained.digest was {digest[:20]}") as caught:
-        check_job(job(4), str(out), Place("here", slots=2))
+        check_job(job(4), str(out), Where(nodes=2, processes=True))
     assert "the weights at model.pretrained are others than it began with" in str(caught.value)
     refused = run_job(job(4), out)
     assert refused.result["status"] != "completed"

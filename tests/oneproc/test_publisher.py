@@ -414,6 +414,17 @@ def test_who_is_superseded_forgets_nobody(publishing: Publishing) -> None:
     other.publisher.close()
 
 
+def test_what_a_sweep_could_not_do_is_told(publishing: Publishing) -> None:
+    assert isinstance(publishing.commit(3), ev.CheckpointCommitted)
+    (key,) = publishing.store.list("manifests")
+    publishing.store.put(key, b"no manifest")
+    publishing.publisher.sweep()
+    publishing.settle()
+    told = publishing.posted.get_nowait()
+    assert told.event == "checkpoint_warning"
+    assert "abandoned data was not swept" in told.reason
+
+
 def test_a_first_look_takes_what_counts_alone(publishing: Publishing, tmp_path: Path) -> None:
     """Before anything is decided: a late manifest of an earlier owner is ahead of what counts."""
     other = Publishing(publishing.store.url, "run2")

@@ -24,8 +24,8 @@ from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.office import Refused
 from elastic_ft.service.service import Service
-from elastic_ft.service.service_actor import ServiceOptions
 from elastic_ft.service.service_client import ServiceAway
+from elastic_ft.service.starting import HowToServe
 from elastic_ft.storage.store import open_store
 from tests.oneproc.served import JOB, TERMS, WAIT_S, Served, no_cluster, post, told
 
@@ -184,7 +184,8 @@ def test_an_actor_that_can_not_serve_says_so(
     monkeypatch.setattr(service_actor, "set_title", print)
     monkeypatch.setattr(service_actor, "Service", lambda *_: SimpleNamespace(start=print))
     with pytest.raises(UsageError, match="--tls-cert, --tls-key"):
-        service_actor.ServiceActor(ServiceOptions(str(tmp_path), tls_cert=str(tmp_path / "none")))
+        none = str(tmp_path / "none")
+        service_actor.ServiceActor(HowToServe(str(tmp_path), tls_cert=none, tls_key=none))
 
 
 def test_an_actor_that_can_not_read_its_port_takes_no_other(

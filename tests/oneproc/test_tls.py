@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.cli import preflight
+from elastic_ft.cli.where import Where
 from elastic_ft.errors import ConfigError
 from elastic_ft.transport import reception, tls, wire
 from elastic_ft.transport.handshake import HELLO, MAGIC, OLDEST, VERSION
@@ -301,7 +302,7 @@ def test_without_openssl_it_is_refused_by_name(
         if what == "controller":
             new_key(tls=job.network.tls)
         else:
-            preflight.check_job(job, str(tmp_path / "run"), preflight.Place("here", slots=4))
+            preflight.check_job(job, str(tmp_path / "run"), Where(nodes=4, processes=True))
     assert "\n" not in str(refused.value)
 
 

@@ -300,4 +300,4 @@ def test_private_ray_stays_in_compat() -> None:
             for module in modules:
                 parts = module.split(".")
                 private = parts[0] == "ray" and any(p.startswith("_") or p == "v2" for p in parts)
-                assert not private, f"{path.name} imports {module}: it belongs in compat.py"
+                assert not private, f"{path.name} imports {module}: it belongs in ray_private.py"

@@ -60,14 +60,23 @@ def test_what_is_called_takes_that(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_would_be_seen(tmp_path: Path) -> None:
-    """What a benchmark did until this was looked at, and a name that has gone."""
+    """What a benchmark did until this was looked at, a name that has gone, and a write of what the
+    core's state does not have."""
     script = tmp_path / "script.py"
     script.write_text(
         "import ranks\n"
+        "from elastic_ft.core.state import Turn\n"
         "from elastic_ft.state.checkpointer import Checkpointer\n"
         "def write(of: Checkpointer, shard, owned, state, groups):\n"
         "    of.write(shard, owned, state, groups)\n"
         "    ranks.gone()\n"
+        "def change(turn: Turn):\n"
+        "    turn.set(phase='running', committed=1)\n"
+        "    turn.set(step=1)\n"
     )
     found = found_in(tmp_path, script)
-    assert [CODES.search(line).group(1) for line in found] == ["call-arg", "attr-defined"]  # type: ignore[union-attr]
+    assert [CODES.search(line).group(1) for line in found] == [
+        "call-arg",
+        "attr-defined",
+        "call-arg",
+    ]  # type: ignore[union-attr]

@@ -13,7 +13,8 @@ import typer
 import yaml
 
 from elastic_ft.cli.app import app
-from elastic_ft.cli.preflight import Place, check_workers
+from elastic_ft.cli.preflight import check_workers
+from elastic_ft.cli.where import Where
 from elastic_ft.config import parse_job
 
 ROOT = Path(__file__).parents[2]
@@ -97,5 +98,5 @@ def test_job_files_in_pages_are_valid(page: Path) -> None:
     for text in blocks(page, "yaml"):
         values = yaml.safe_load(text)
         if isinstance(values, dict) and {"model", "data"} <= values.keys():
-            check_workers(parse_job(values, name_of(page)), Place("a cluster"))
+            check_workers(parse_job(values, name_of(page)), Where(address="auto"))
             assert "max_workers" in values.get("elastic", {}), "it would train on one worker"

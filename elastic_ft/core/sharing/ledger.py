@@ -185,3 +185,15 @@ def removed(places: Places, less: Places) -> Places:
     gone = dict(less)
     left = ((node, workers - gone.get(node, 0)) for node, workers in places)
     return tuple((node, workers) for node, workers in left if workers > 0)
+
+
+def as_many(places: Places, workers: int) -> Places:
+    """``workers`` of ``places``, the first ones first. Of a node that comes again it is the larger
+    number that counts."""
+    chosen: dict[str, int] = {}
+    for node, here in places:
+        more = min(here - chosen.get(node, 0), workers)
+        if more > 0:
+            chosen[node] = chosen.get(node, 0) + more
+            workers -= more
+    return tuple(sorted(chosen.items()))

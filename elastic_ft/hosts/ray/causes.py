@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ray.exceptions import RayActorError
 
+from elastic_ft.errors import one_line
+
 KILLED = "killed by the controller"
 
 
@@ -14,7 +16,7 @@ def why_gone(error: BaseException) -> str:
         for mark, short in DEATHS:
             if mark in text:
                 return short
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return one_line(error)
 
 
 DEATHS = (

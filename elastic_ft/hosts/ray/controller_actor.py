@@ -31,34 +31,14 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.core.assignment import Assignment, WorkerId
 from elastic_ft.core.state import State
 from elastic_ft.errors import JobFailed, StoreFailed
+from elastic_ft.hosts.ray import ray_private, submission
 from elastic_ft.hosts.ray.controller_thread import ControllerThread
 from elastic_ft.hosts.ray.hosted import Launch
 from elastic_ft.hosts.ray.names import RunNames, run_of
 from elastic_ft.hosts.ray.placement_groups import Placements
 from elastic_ft.hosts.ray.ray_host import RayHost
-from elastic_ft.hosts.ray.ray_private import (
-    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
-    PreemptionCallback,
-    ReportCallbackHandler,
-    ResizeDecision,
-    Result,
-    RunningState,
-    SchedulingState,
-    TrainController,
-    TrainControllerLoopIterationResult,
-    TrainControllerState,
-    Worker,
-    WorkerGroupPollStatus,
-)
 from elastic_ft.hosts.ray.reports import Barrier, Rounds
 from elastic_ft.hosts.ray.started_by import executable_of
-from elastic_ft.hosts.ray.submission import (
-    DeliveredNote,
-    Starts,
-    Submitted,
-    forget_submission,
-    read_submission,
-)
 from elastic_ft.hosts.ray.trainer_parts import ElasticResult, JobFailedError, as_checkpoint
 from elastic_ft.hosts.ray.warm_standby import Standbys, end_standbys
 from elastic_ft.hosts.ray.worker_actor import WorkerLook
@@ -97,7 +77,7 @@ class Hosting:
         return self.thread.controller.state if self.thread.controller is not None else State()
 
 
-class ElasticController(TrainController):
+class ElasticController(ray_private.TrainController):
     """The actor in which a job is run: Ray Train's controller, which follows elastic_ft's.
 
     Threads: the actor's event loop runs Ray Train's loop (``_step``, the polls, its callbacks) and
@@ -119,12 +99,12 @@ class ElasticController(TrainController):
 
     worker_group_cls = ElasticWorkerGroup
 
-    def __init__(self, submitted: Submitted, key: JobKey) -> None:
+    def __init__(self, submitted: submission.Submitted, key: JobKey) -> None:
         self._key = key
-        self._starts = Starts(submitted)
+        self._starts = submission.Starts(submitted)
         try:
             self._starts.count()
-            self._submitted, self._submission = submitted, read_submission(submitted)
+            self._submitted, self._submission = submitted, submission.read_submission(submitted)
         except StoreFailed as error:  # raised here, it would end the actor: Ray tries again so
             log.error("the controller ends, for another to begin: %s", error)
             os._exit(UNREAD)
@@ -143,9 +123,13 @@ class ElasticController(TrainController):
         super().__init__(**self._submission.trainer)
         callbacks = self._worker_group_callbacks_to_propagate
         self._worker_group_callbacks_to_propagate = [
-            c for c in callbacks if not isinstance(c, (PreemptionCallback, ReportCallbackHandler))
+            c
+            for c in callbacks
+            if not isinstance(
+                c, (ray_private.PreemptionCallback, ray_private.ReportCallbackHandler)
+            )
         ]
-        self._delivered = DeliveredNote(submitted)
+        self._delivered = submission.DeliveredNote(submitted)
         self._rounds = Rounds(
             self._report_handler._report_callbacks,
             self._checkpoint_manager._current_report_index,
@@ -153,7 +137,7 @@ class ElasticController(TrainController):
             self._delivered.note,
         )
         self._barrier = Barrier(self._is_fenced, self._open_round)
-        if HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
+        if ray_private.HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
             self._health_check_interval_s = POLL_S
         self._itself = ray.get_runtime_context().current_actor
         self._running: asyncio.Task[None] | None = None
@@ -222,7 +206,7 @@ class ElasticController(TrainController):
             if is_ours:
                 if self._standbys is not None:  # first: who can't begin again has nobody to end
                     await self._standbys.end()
-                forget_submission(self._submitted)
+                submission.forget_submission(self._submitted)
             self._is_over.set()
             await asyncio.sleep(LINGER_S)
             if is_ours or await self._is_current():
@@ -243,7 +227,7 @@ class ElasticController(TrainController):
         """Answered at once, whatever waits or blocks in Ray Train's loop."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    async def await_result(self) -> Result:
+    async def await_result(self) -> ray_private.Result:
         """Returns how the job ended, once it has. Any number of drivers may wait."""
         await self._is_over.wait()
         return self.get_result()
@@ -268,12 +252,12 @@ class ElasticController(TrainController):
 
     # ----------------------------------------------------------------- Ray Train's loop
 
-    async def _step(self) -> TrainControllerLoopIterationResult:
+    async def _step(self) -> ray_private.TrainControllerLoopIterationResult:
         state = self.get_state()
-        if not isinstance(state, SchedulingState):
+        if not isinstance(state, ray_private.SchedulingState):
             return await super()._step()
         if self._hosting is None:
-            assert isinstance(state.scaling_decision, ResizeDecision)
+            assert isinstance(state.scaling_decision, ray_private.ResizeDecision)
             return self._execute_resize_decision(state.scaling_decision)
         await asyncio.sleep(self._health_check_interval_s / 4)
         here = self._here.state
@@ -281,15 +265,17 @@ class ElasticController(TrainController):
             self._is_resumed = False
             self._here.host.formed(here.assignment)  # an earlier controller saw it form
         formed = self._here.group.members or not self._here.thread.is_alive()
-        return self._turn_to(RunningState() if formed else state)
+        return self._turn_to(ray_private.RunningState() if formed else state)
 
-    def _turn_to(self, state: TrainControllerState) -> TrainControllerLoopIterationResult:
+    def _turn_to(
+        self, state: ray_private.TrainControllerState
+    ) -> ray_private.TrainControllerLoopIterationResult:
         attempt = self._get_run_attempt_id()
-        return TrainControllerLoopIterationResult(attempt, self.get_state(), state)
+        return ray_private.TrainControllerLoopIterationResult(attempt, self.get_state(), state)
 
     def _execute_resize_decision(
-        self, decision: ResizeDecision
-    ) -> TrainControllerLoopIterationResult:
+        self, decision: ray_private.ResizeDecision
+    ) -> ray_private.TrainControllerLoopIterationResult:
         """Called once: starts elastic_ft's controller, which starts the workers."""
         hook = "before_controller_execute_resize_decision"
         if failure := self._run_controller_hook(hook, decision):
@@ -308,9 +294,9 @@ class ElasticController(TrainController):
         for reason in self._asked:
             thread.stop(reason)
         thread.start()
-        return self._turn_to(SchedulingState(decision))
+        return self._turn_to(ray_private.SchedulingState(decision))
 
-    async def _poll_workers(self) -> WorkerGroupPollStatus:
+    async def _poll_workers(self) -> ray_private.WorkerGroupPollStatus:
         """All is well, until the job has ended: then finished, or the error."""
         group, thread = self._here.group, self._here.thread
         if thread.is_alive():
@@ -348,7 +334,7 @@ class ElasticController(TrainController):
         super()._shutdown_worker_group()
         self._here.host.release()
 
-    def _build_result(self) -> Result:
+    def _build_result(self) -> ray_private.Result:
         """Ray Train's result; where no checkpoint was reported to it, elastic_ft's newest."""
         result = super()._build_result()
         ended = self._hosting.thread.result if self._hosting is not None else None
@@ -385,11 +371,11 @@ class ElasticController(TrainController):
 
     def _launch(
         self,
-        decision: ResizeDecision,
+        decision: ray_private.ResizeDecision,
         group: ElasticWorkerGroup,
         loop: asyncio.AbstractEventLoop,
     ) -> Launch:
-        def on_formed(assignment: Assignment, members: dict[WorkerId, Worker]) -> None:
+        def on_formed(assignment: Assignment, members: dict[WorkerId, ray_private.Worker]) -> None:
             self._rounds.formed(assignment.generation, assignment.source.step)
             if len(members) == len(assignment.members):
                 loop.call_soon_threadsafe(group.adopt, members, self._itself)

@@ -22,13 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ft.core.assignment import WorkerId
-from elastic_ft.hosts.ray.ray_private import (
-    CheckpointManager,
-    ReportCallback,
-    SynchronizationBarrierResetError,
-    TrainingReport,
-    UserCallbackHandler,
-)
+from elastic_ft.hosts.ray import ray_private
 from elastic_ft.hosts.ray.train_calls import REPORT, SEQUENCES, WorkerRefused
 from elastic_ft.hosts.ray.worker_actor import Polled, WorkerLook
 
@@ -91,8 +85,8 @@ class _Gathering:
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def _refused(generation: int) -> SynchronizationBarrierResetError:
-    return SynchronizationBarrierResetError(f"generation {generation} is over")
+def _refused(generation: int) -> ray_private.SynchronizationBarrierResetError:
+    return ray_private.SynchronizationBarrierResetError(f"generation {generation} is over")
 
 
 class UsersCallbacks:
@@ -103,13 +97,13 @@ class UsersCallbacks:
     Ray Train itself, nobody reports faster than callbacks take it.
     """
 
-    def __init__(self, callbacks: list[ReportCallback]) -> None:
+    def __init__(self, callbacks: list[ray_private.ReportCallback]) -> None:
         self._callbacks = callbacks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="callbacks")
         self._calls: list[Future[None]] = []
         self._since_s, self._is_told = 0.0, False
 
-    def call(self, report: TrainingReport, metrics: list[dict[str, Any]]) -> None:
+    def call(self, report: ray_private.TrainingReport, metrics: list[dict[str, Any]]) -> None:
         """Returns at once, or soon."""
         if not self._callbacks:
             return
@@ -117,7 +111,7 @@ class UsersCallbacks:
         self._calls.append(self._thread.submit(self._call, report, metrics))
         futures.wait(self._calls, QUICK_S)
 
-    def _call(self, report: TrainingReport, metrics: list[dict[str, Any]]) -> None:
+    def _call(self, report: ray_private.TrainingReport, metrics: list[dict[str, Any]]) -> None:
         for callback in self._callbacks:
             callback.after_report(training_report=report, metrics=metrics)
 
@@ -155,13 +149,13 @@ class Round:
     members: tuple[WorkerId, ...]
     lost: set[WorkerId]
     step: int = 0
-    reports: dict[WorkerId, tuple[int, TrainingReport]] = field(default_factory=dict)
+    reports: dict[WorkerId, tuple[int, ray_private.TrainingReport]] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
         return all(worker in self.reports or worker in self.lost for worker in self.members)
 
-    def in_rank_order(self) -> list[TrainingReport]:
+    def in_rank_order(self) -> list[ray_private.TrainingReport]:
         made = sorted(self.reports.values(), key=lambda one: one[0])
         return [report for _, report in made]
 
@@ -182,12 +176,16 @@ class Rounds:
 
     def __init__(
         self,
-        callbacks: Iterable[ReportCallback],
+        callbacks: Iterable[ray_private.ReportCallback],
         first: int,
         committed: Callable[[], int],
         on_delivered: Callable[[int], None] = lambda index: None,
     ) -> None:
-        own = [callback for callback in callbacks if isinstance(callback, UserCallbackHandler)]
+        own = [
+            callback
+            for callback in callbacks
+            if isinstance(callback, ray_private.UserCallbackHandler)
+        ]
         self._callbacks = [callback for callback in callbacks if callback not in own]
         self._users = UsersCallbacks(own)
         self._is_handing = False  # the round behind ``delivered``
@@ -274,7 +272,7 @@ class Rounds:
         if answer.training_report is not None:
             self._add(worker, answer.training_report, answer)
 
-    def _add(self, worker: WorkerId, report: TrainingReport, answer: Polled) -> None:
+    def _add(self, worker: WorkerId, report: ray_private.TrainingReport, answer: Polled) -> None:
         index = answer.report_index
         pending = self._rounds.get(index)
         if index <= self.delivered:
@@ -341,9 +339,9 @@ class Rounds:
                 continue
             metrics = [made[rank] for rank in sorted(made)]
             self.last_metrics = metrics[0]
-            report = TrainingReport(None, metrics[0], False)
+            report = ray_private.TrainingReport(None, metrics[0], False)
             for callback in self._callbacks:
-                if not isinstance(callback, CheckpointManager):
+                if not isinstance(callback, ray_private.CheckpointManager):
                     callback.after_report(training_report=report, metrics=metrics)
             self._users.call(report, metrics)
 
@@ -356,7 +354,7 @@ class Rounds:
         metrics = [report.metrics for report in reports]
         checkpoint, validation = _common_checkpoint(index, done)
         self.last_metrics = metrics[0]
-        consolidated = TrainingReport(checkpoint, metrics[0], validation)
+        consolidated = ray_private.TrainingReport(checkpoint, metrics[0], validation)
         for callback in self._callbacks:
             callback.after_report(training_report=consolidated, metrics=metrics)
         self._users.call(consolidated, metrics)
@@ -364,8 +362,8 @@ class Rounds:
     def _count(self) -> None:
         """A round of which nothing is handed on: the registry compares its count with workers'."""
         for callback in self._callbacks:
-            if isinstance(callback, CheckpointManager):
-                callback.after_report(TrainingReport(None, {}, False), [])
+            if isinstance(callback, ray_private.CheckpointManager):
+                callback.after_report(ray_private.TrainingReport(None, {}, False), [])
 
 
 def _common_checkpoint(index: int, done: Round) -> tuple[Any, Any]:

@@ -18,23 +18,12 @@ from elastic_ft.controller.host import WORKER_ENVIRONMENT
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.interrupts import stopping
+from elastic_ft.hosts.ray import ray_private
 from elastic_ft.hosts.ray.causes import why_gone
 from elastic_ft.hosts.ray.controller_actor import ALIVE, ALIVE_CALLS, ElasticController
 from elastic_ft.hosts.ray.controller_place import controller_places
 from elastic_ft.hosts.ray.local_templates import local_executable
 from elastic_ft.hosts.ray.names import NAMESPACE, RunNames, actor_named, reap
-from elastic_ft.hosts.ray.ray_private import (
-    BackendConfig,
-    DataParallelTrainer,
-    DatasetsCallback,
-    PlacementGroupCleanerCallback,
-    Result,
-    RunConfig,
-    ScalingConfig,
-    TrainingFramework,
-    WorkingDirectorySetupCallback,
-    get_env_vars_to_propagate,
-)
 from elastic_ft.hosts.ray.started_by import KEY, environment_by, executable_of
 from elastic_ft.hosts.ray.submission import ByValue, Submission, has_begun, write_submission
 from elastic_ft.hosts.ray.trainer_parts import (
@@ -58,23 +47,23 @@ ASK_AGAIN_S = 0.5
 END_TIMEOUT_S = 30.0  # of a controller whose job has ended
 ENDED_WELL = ("completed", "stopped")
 UNUSED_CALLBACKS = (
-    DatasetsCallback,  # data is sharded by elastic_ft
-    PlacementGroupCleanerCallback,  # knows one placement group; see remove_placement_groups
-    WorkingDirectorySetupCallback,  # a job's relative paths mean the same in every process
+    ray_private.DatasetsCallback,  # data is sharded by elastic_ft
+    ray_private.PlacementGroupCleanerCallback,  # knows one group; see remove_placement_groups
+    ray_private.WorkingDirectorySetupCallback,  # a job's relative paths mean the same everywhere
 )
 CONTROLLER_CONCURRENCY = 10_000  # calls at once: each worker waits in one at a report's barrier
 CONTROLLER_ENVIRONMENT = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}  # as Ray Train sets it
 
 
-class ElasticBackendConfig(BackendConfig):
+class ElasticBackendConfig(ray_private.BackendConfig):
     """Process groups are formed by the workers themselves, generation by generation."""
 
     @property
-    def framework(self) -> TrainingFramework:
-        return TrainingFramework.TORCH
+    def framework(self) -> ray_private.TrainingFramework:
+        return ray_private.TrainingFramework.TORCH
 
 
-class ElasticTrainer(DataParallelTrainer):
+class ElasticTrainer(ray_private.DataParallelTrainer):
     """Trains a job on a Ray cluster; workers and nodes may come and go.
 
     Args:
@@ -96,8 +85,8 @@ class ElasticTrainer(DataParallelTrainer):
         *,
         job: Job | Mapping[str, Any] | str | Path | None = None,
         train_loop_config: dict[str, Any] | None = None,
-        scaling_config: ScalingConfig | None = None,
-        run_config: RunConfig | None = None,
+        scaling_config: ray_private.ScalingConfig | None = None,
+        run_config: ray_private.RunConfig | None = None,
         faults: Sequence[PointFault] = (),
         accept_changes: bool = False,
     ) -> None:
@@ -108,7 +97,7 @@ class ElasticTrainer(DataParallelTrainer):
         else:
             self.job = with_workers_of(self.job, scaling_config)
             check_gpus(self.job, scaling_config)
-        run_config = run_config or RunConfig(name=self.job.name)
+        run_config = run_config or ray_private.RunConfig(name=self.job.name)
         environment = dict(run_config.worker_runtime_env or {})
         environment["env_vars"] = WORKER_ENVIRONMENT | environment.get("env_vars", {})
         self._trial = trial_here()
@@ -135,7 +124,7 @@ class ElasticTrainer(DataParallelTrainer):
         """The run folder: Ray Train's own folder of the experiment."""
         return f"{str(self.run_config.storage_path).rstrip('/')}/{self.run_config.name}"
 
-    def fit(self) -> Result:
+    def fit(self) -> ray_private.Result:
         """As Ray Train's. Only now is a cluster sure to be there, to be asked for its GPUs."""
         if not ray.is_initialized():
             ray.init()
@@ -177,7 +166,7 @@ class ElasticTrainer(DataParallelTrainer):
         callbacks = super()._create_default_callbacks()
         return [c for c in callbacks if not isinstance(c, UNUSED_CALLBACKS)]
 
-    def _initialize_and_run_controller(self, **kwargs: Any) -> Result:
+    def _initialize_and_run_controller(self, **kwargs: Any) -> ray_private.Result:
         """Starts a controller, and waits for the job's end: this process is but a spectator."""
         if ended := self._complete():
             return ended
@@ -268,14 +257,14 @@ class ElasticTrainer(DataParallelTrainer):
         executable = executable_of(self.run_config)
         if self._has_standby:
             executable = standby_executable(self._names.prefix)
-        own = CONTROLLER_ENVIRONMENT | get_env_vars_to_propagate()
+        own = CONTROLLER_ENVIRONMENT | ray_private.get_env_vars_to_propagate()
         return environment_by(executable, own)
 
     @property
     def _checkpoint_url(self) -> str:
         return self.job.checkpoint.url or f"{self.run_url}/checkpoints"
 
-    def _await_end(self) -> Result:
+    def _await_end(self) -> ray_private.Result:
         """Raises RayActorError where no controller comes up; JobFailedError where its job is no
         more."""
         try:
@@ -297,7 +286,7 @@ class ElasticTrainer(DataParallelTrainer):
         self._controller = None
         self._asked.clear()
 
-    def _ask_for_result(self) -> Result:
+    def _ask_for_result(self) -> ray_private.Result:
         has_lived = False
         while True:
             try:
@@ -381,16 +370,16 @@ def cluster_gpus() -> float:
     return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
 
 
-def default_scaling(job: Job) -> ScalingConfig:
+def default_scaling(job: Job) -> ray_private.ScalingConfig:
     """Workers with a GPU each, where the job or the cluster says so."""
     parallel = job.parallel
-    return ScalingConfig(
+    return ray_private.ScalingConfig(
         num_workers=(job.elastic.min_workers, job.elastic.max_workers),
         use_gpu=parallel.wants_gpu or (parallel.may_use_gpu and cluster_gpus() > 0),
     )
 
 
-def check_gpus(job: Job, scaling: ScalingConfig) -> None:
+def check_gpus(job: Job, scaling: ray_private.ScalingConfig) -> None:
     """Raises ConfigError where the job is for GPUs and its workers get none."""
     if job.parallel.wants_gpu and not scaling.use_gpu:
         raise ConfigError(
@@ -408,7 +397,7 @@ def on_gpus(job: Job) -> Job:
     return job.model_copy(update={"parallel": parallel})
 
 
-def with_workers_of(job: Job, scaling: ScalingConfig) -> Job:
+def with_workers_of(job: Job, scaling: ray_private.ScalingConfig) -> Job:
     """``job`` with the numbers of workers of ``scaling``. Raises ConfigError."""
     if scaling.max_workers < 1:
         raise ConfigError(f"num_workers: expected at least 1, found {scaling.num_workers}")

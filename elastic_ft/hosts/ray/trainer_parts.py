@@ -10,14 +10,7 @@ import pyarrow
 from ray.train import Checkpoint, TrainingFailedError
 
 from elastic_ft.errors import JobFailed
-from elastic_ft.hosts.ray.ray_private import (
-    FailureDecision,
-    FailurePolicy,
-    NoopDecision,
-    ResizeDecision,
-    Result,
-    ScalingPolicy,
-)
+from elastic_ft.hosts.ray import ray_private
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +20,7 @@ class JobFailedError(JobFailed, TrainingFailedError):
 
 
 @dataclass
-class ElasticResult(Result):  # type: ignore[misc]
+class ElasticResult(ray_private.Result):  # type: ignore[misc]
     """Ray Train's result, and how the job ended: neither end below is an error.
 
     Attributes:
@@ -39,30 +32,32 @@ class ElasticResult(Result):  # type: ignore[misc]
     reason: str = ""
 
 
-class WholeJobPolicy(ScalingPolicy):
+class WholeJobPolicy(ray_private.ScalingPolicy):
     """One group for the whole job. Pending placement groups are the autoscaler's demand."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
         return None
 
-    def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
+    def make_decision_for_non_running_worker_group(self) -> ray_private.ResizeDecision:
         config = self.scaling_config
-        return ResizeDecision(config.max_workers, config._resources_per_worker_not_none)
+        return ray_private.ResizeDecision(config.max_workers, config._resources_per_worker_not_none)
 
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any
-    ) -> NoopDecision:
-        return NoopDecision()
+    ) -> ray_private.NoopDecision:
+        return ray_private.NoopDecision()
 
     def _get_num_workers_for_resource_request(self) -> int:
         return int(self.scaling_config.max_workers)
 
 
-class RaiseAlways(FailurePolicy):
+class RaiseAlways(ray_private.FailurePolicy):
     """What reaches Ray Train as a failure is final: recovery is elastic_ft's, and is over."""
 
-    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        return FailureDecision.RAISE
+    def make_decision(
+        self, training_failed_error: TrainingFailedError
+    ) -> ray_private.FailureDecision:
+        return ray_private.FailureDecision.RAISE
 
 
 def report_milestones() -> None:

@@ -29,25 +29,9 @@ from ray.util.placement_group import (
 
 from elastic_ft.core.assignment import Member, NodeId, WorkerId
 from elastic_ft.core.typed import decoder
+from elastic_ft.hosts.ray import ray_private, train_calls
 from elastic_ft.hosts.ray.names import actor_named, run_of
-from elastic_ft.hosts.ray.ray_private import (
-    DistributedContext,
-    PreemptionContext,
-    RayTrainWorker,
-    WorkerStatus,
-    get_train_application_worker_log_path,
-    get_train_context,
-    set_train_fn_utils,
-)
 from elastic_ft.hosts.ray.submission import ByValue
-from elastic_ft.hosts.ray.train_calls import (
-    SEQUENCES,
-    ElasticTrainFnUtils,
-    MadeReports,
-    Meeting,
-    ReportMade,
-    WorkerRefused,
-)
 from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.devices import one_gpu
 
@@ -67,7 +51,7 @@ class WorkerSeat:
 
     generation: int
     step: int  # the generation starts from the state after this step
-    place: DistributedContext
+    place: ray_private.DistributedContext
     reports: int  # rounds of ray.train.report so far, for one who was not there
 
 
@@ -85,7 +69,7 @@ class Task:
 
 
 @dataclass
-class Polled(WorkerStatus):
+class Polled(ray_private.WorkerStatus):
     """Ray Train's worker status, and what elastic_ft adds.
 
     Attributes:
@@ -102,7 +86,7 @@ class Polled(WorkerStatus):
     report_step: int = 0
     report_generation: int = 0
     report_rank: int = 0
-    carried: tuple[WorkerRefused, ...] = ()
+    carried: tuple[train_calls.WorkerRefused, ...] = ()
 
     def is_settled(self, delivered: int) -> bool:
         """Whether all that is in it came to its end with the round ``delivered``."""
@@ -130,7 +114,7 @@ class WorkerLook:
 
     metadata: Any
     placement: PlacementGroup
-    place: DistributedContext
+    place: ray_private.DistributedContext
     log_file_path: str | None
     passed: tuple[int, Any]
     sequence: int
@@ -141,7 +125,7 @@ class WorkerLook:
     undelivered: tuple[Polled, ...]
 
 
-class ElasticWorker(RayTrainWorker):
+class ElasticWorker(ray_private.RayTrainWorker):
     """The actor of one worker: one process, one life, in as many generations as it lives to see.
 
     Threads: the actor's own answer Ray Train's calls (``init_train_context``, ``start_training``,
@@ -166,8 +150,8 @@ class ElasticWorker(RayTrainWorker):
         self._seated = False
         self._joined = self._reports = self._delivered = 0
         self._undelivered: deque[Polled] = deque()
-        self._made = MadeReports()
-        self._carried: deque[WorkerRefused] = deque()
+        self._made = train_calls.MadeReports()
+        self._carried: deque[train_calls.WorkerRefused] = deque()
         self._answer = Polled(running=True)
         self._answering = threading.Lock()  # a poll by one controller, a look by the next
         self._polled_s = time.monotonic()
@@ -177,8 +161,10 @@ class ElasticWorker(RayTrainWorker):
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         actor = kwargs["synchronization_actor"]
-        super().init_train_context(*args, **kwargs | {"synchronization_actor": Meeting(actor)})
-        set_train_fn_utils(ElasticTrainFnUtils(self._made))
+        super().init_train_context(
+            *args, **kwargs | {"synchronization_actor": train_calls.Meeting(actor)}
+        )
+        ray_private.set_train_fn_utils(train_calls.ElasticTrainFnUtils(self._made))
 
     def start_training(self, task: Task) -> None:
         self._started = True
@@ -198,7 +184,7 @@ class ElasticWorker(RayTrainWorker):
             self._news.wait_for(lambda: self._end is not None or self._sentinels > mine)
             if self._end is None:
                 return None
-        queue = get_train_context().execution_context.result_queue
+        queue = ray_private.get_train_context().execution_context.result_queue
         deadline_s = time.monotonic() + FLUSH_S
         while not queue.empty() and time.monotonic() < deadline_s:
             time.sleep(0.02)
@@ -215,7 +201,7 @@ class ElasticWorker(RayTrainWorker):
         """None before its training thread was started, or after it has ended: it is of no use."""
         if not self._started or self._end is not None:
             return None
-        context = get_train_context()
+        context = ray_private.get_train_context()
         passed = context.execution_context.synchronization_actor.passed
         placement = get_current_placement_group()
         assert placement is not None, "each worker has one"
@@ -224,10 +210,10 @@ class ElasticWorker(RayTrainWorker):
                 self.get_metadata(),
                 placement,
                 context.distributed_context,
-                get_train_application_worker_log_path(),
+                ray_private.get_train_application_worker_log_path(),
                 (passed.sequence, passed.data),
                 self._answer.sequence,
-                context.collective_seq // SEQUENCES,
+                context.collective_seq // train_calls.SEQUENCES,
                 self._joined,
                 passed.rounds,
                 self._delivered,
@@ -247,7 +233,7 @@ class ElasticWorker(RayTrainWorker):
             return self._answer
 
     def _answer_next(self, sequence: int) -> None:
-        status, made = super().poll_status(), ReportMade()
+        status, made = super().poll_status(), train_calls.ReportMade()
         if status.training_report is not None:
             self._reports += 1
             made = self._made.reports.pop(self._reports, made)
@@ -266,10 +252,10 @@ class ElasticWorker(RayTrainWorker):
 
     def take_seat(self, seat: WorkerSeat) -> None:
         """In the training thread, at its safe point: Ray Train's context of the new generation."""
-        context = get_train_context()
+        context = ray_private.get_train_context()
         context.distributed_context = seat.place
-        context.collective_seq = seat.generation * SEQUENCES
-        context.preemption_context = PreemptionContext()
+        context.collective_seq = seat.generation * train_calls.SEQUENCES
+        context.preemption_context = ray_private.PreemptionContext()
         if not self._seated:
             self._seated = True
             context.report_call_index = context.current_report_index = seat.reports
