@@ -31,6 +31,9 @@ class Readers(Protocol):
     made_with: Settings
 
     @property
+    def own_settings(self) -> frozenset[Path]: ...
+
+    @property
     def readers(self) -> Sequence[Callable[[SampleIds], Loaded]]: ...
 
     def end_stopped(self) -> None:
@@ -159,7 +162,8 @@ class Prefetcher:
         """Whether the dataset's settings are others than by which samples were read. Then nothing
         is kept of these, and what was delivered last is wanted again."""
         with self._changed:
-            own, now = self._own_settings or frozenset(), settings_of(self._dataset)
+            others, now = self._others, settings_of(self._dataset)
+            own = others.own_settings if others is not None else self._own_settings or frozenset()
             changed = changed_settings(self._settings or {}, now) - own
             if not changed:
                 return False
@@ -168,8 +172,8 @@ class Prefetcher:
             self._failed.clear()
             step, micro_batches = self._delivered
             self._wanted[step], self._renewed_at = micro_batches, step
-            if self._others is not None:
-                self._others.set(to_be_told(now, self._set))
+            if others is not None:
+                others.set(to_be_told(now, self._set - own))
             self._changed.notify_all()
             return True
 

@@ -62,6 +62,11 @@ class ReadingProcesses:
     def pids(self) -> list[int]:
         return [reader.pid for reader in self.readers]
 
+    @property
+    def own_settings(self) -> frozenset[Path]:
+        """That reading itself has changed, in any of them."""
+        return frozenset[Path]().union(*(reader.own_settings for reader in self.readers))
+
     def end_stopped(self) -> None:
         """Whoever was stopped (SIGSTOP) answers nobody: it dies, and is replaced as such."""
         for reader in self.readers:
@@ -85,6 +90,7 @@ class ReadingProcess:
 
     Attributes:
         settings: of the dataset, since they were changed.
+        own_settings: that reading itself has changed.
     """
 
     def __init__(self, context: Any, number: int, dataset: Any, seed: int) -> None:
@@ -92,6 +98,7 @@ class ReadingProcess:
         self._name, self._lock, self._closed = f"data-{number}", threading.Lock(), False
         self.settings: Settings = {}
         self._told: Settings = {}  # to the process that runs
+        self.own_settings: frozenset[Path] = frozenset()
         self._process, self._end = self._start()
 
     @property
@@ -140,9 +147,12 @@ class ReadingProcess:
     def _ask(self, wanted: SampleIds) -> Loaded | Exception:
         settings = self.settings
         self._end.send((wanted, settings if settings is not self._told else {}))
-        answer: Loaded | Exception = self._end.recv()
+        answer: tuple[Loaded, frozenset[Path]] | Exception = self._end.recv()
+        if isinstance(answer, Exception):  # one of these settings may be why
+            return answer
         self._told = settings
-        return answer
+        self.own_settings |= answer[1]
+        return answer[0]
 
     def _end_in_words(self) -> str:
         self._process.join(END_S)
@@ -222,7 +232,7 @@ def _answer(end: Connection, dataset: Any, seed: int) -> None:
     while True:
         wanted, settings = end.recv()
         try:
-            end.send_bytes(_packed(reads.read(wanted, settings)))
+            end.send_bytes(_packed((reads.read(wanted, settings), reads.own)))
         except (BrokenPipeError, ConnectionError):
             return
         except Exception as error:  # the user's dataset may raise anything; the parent raises it
@@ -230,21 +240,25 @@ def _answer(end: Connection, dataset: Any, seed: int) -> None:
 
 
 class _Reads:
-    """What reading itself sets stays as it is here: it belongs to what the dataset has open."""
+    """What reading itself sets stays as it is here: it belongs to what the dataset has open.
+
+    Attributes:
+        own: that.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._draws = dataset, Draws(lambda: seed)
-        self._own: frozenset[Path] = frozenset()
+        self.own: frozenset[Path] = frozenset()
 
     def read(self, wanted: SampleIds, settings: Settings) -> Loaded:
         """Raises whatever the dataset does; DataError for settings of what it has not."""
         dataset = self._dataset
-        put_settings(dataset, {p: value for p, value in settings.items() if p not in self._own})
+        put_settings(dataset, {p: value for p, value in settings.items() if p not in self.own})
         before = settings_of(dataset)
         try:
             return read_micro_batch(dataset, dataset.collate, self._draws, wanted)
         finally:
-            self._own |= changed_settings(before, settings_of(dataset))
+            self.own |= changed_settings(before, settings_of(dataset))
 
 
 class _Packing(ForkingPickler):
@@ -270,9 +284,9 @@ def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Ten
     return made
 
 
-def _packed(loaded: Loaded) -> memoryview:
+def _packed(answer: tuple[Loaded, frozenset[Path]]) -> memoryview:
     file = io.BytesIO()
-    _Packing(file, pickle.HIGHEST_PROTOCOL).dump(loaded)
+    _Packing(file, pickle.HIGHEST_PROTOCOL).dump(answer)
     return file.getbuffer()
 
 

@@ -81,14 +81,14 @@ class RunFolder(InboxFile):
         self._request_seen: files.Stamp | None = None
         self._claim: owners.Claim | None = None
         self._superseded: Superseded | None = None
-        self._has_result = self._is_complete = self.hurried = False
+        self._has_result = self._is_complete = self.hurried = self._is_begun = False
         self._threads: list[threading.Thread] = []
         self.mirror_error = ""
 
     def hurry(self) -> None:
         """Someone asks to stop. From any thread. Who takes this over waits no more: StoreFailed."""
         self.hurried = True
-        if self._claim is None:
+        if not self._is_begun:
             self._store.deadline_s = HEARING_S
             self._store.break_off()
 
@@ -122,9 +122,10 @@ class RunFolder(InboxFile):
             self._claim = owners.take_over(
                 self._store, job=job, run=run, run_folder=self.url, renamed=renamed
             )
-            self._store.deadline_s = STORE_S
         if self.is_remote:
             self._fetch()
+        self._is_begun, self._store.deadline_s = True, STORE_S
+        if self.is_remote:
             works = (self._mirror_always, self._attend_always)
             self._threads = [threading.Thread(target=work, daemon=True) for work in works]
             for thread in self._threads:

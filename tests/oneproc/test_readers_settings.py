@@ -71,7 +71,7 @@ def test_what_a_script_reads_itself_is_no_setting() -> None:
         prefetcher.request(1, [(50,)])
         prefetcher.get(1, DEADLINE_S)
         assert float(dataset[34]) == 34.0
-        prefetcher.renew()
+        assert not prefetcher.renew(), "also for a process that has read nothing yet"
         prefetcher.request(2, [(35,)])
         assert numbers(prefetcher.get(2, DEADLINE_S)) == [35.0]
 

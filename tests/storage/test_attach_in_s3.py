@@ -175,17 +175,24 @@ def test_how_a_stopped_job_has_ended_is_read_once_it_can_be(
     assert said.out.splitlines()[-1] == "stopped: asked"
 
 
+@pytest.mark.parametrize(("path", "requests"), [("", REQUESTS_BEFORE), (r"ledger\.jsonl", 1)])
 def test_a_local_interrupt_waits_for_no_store_before_the_job_has_begun(
-    s3: S3Server, proxy: ObjectStoreProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server,
+    proxy: ObjectStoreProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    requests: int,
 ) -> None:
-    """A store that takes a request and answers nothing kept it waiting for a minute and more."""
+    """A store that takes a request and answers nothing kept it waiting for a minute and more; also
+    while what the folder has is fetched."""
     for module in (run_reader, handover, alive):
         monkeypatch.setattr(module, "READ_DEADLINE_S", 0.5)
     folder = RunFolder(s3.url(uuid4().hex))
     controller = Controller(
         Job.model_validate(JOB), LocalHost({"n0": 1}), folder, f"{tmp_path}/checkpoints"
     )
-    proxy.set(StoreFault("stall"))
+    proxy.set(StoreFault("stall", path=path))
     raised = list[BaseException]()
 
     def run() -> None:
@@ -196,7 +203,7 @@ def test_a_local_interrupt_waits_for_no_store_before_the_job_has_begun(
 
     running = threading.Thread(target=run, daemon=True)
     running.start()
-    until(lambda: proxy.fired["stall"] >= REQUESTS_BEFORE)
+    until(lambda: proxy.fired["stall"] >= requests)
     controller.stop("interrupted")
     running.join(AT_ONCE_S)
     assert not running.is_alive(), "it waits for the store"
