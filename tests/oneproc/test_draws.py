@@ -69,7 +69,7 @@ def test_who_draws_nothing_is_read_ahead() -> None:
     dataset = Augmented(lambda: 0.5)
     ahead = threading.Event()
     with Prefetcher(dataset, draws=Draws(lambda: 7)) as prefetcher:
-        prefetcher.request(1, [(1,)])
+        prefetcher.request(1, [(1,), (3,)])  # two, as it notes what is read
         prefetcher.get(1, DEADLINE_S)
         dataset._draw = lambda: ahead.set() or 0.5
         prefetcher.request(2, [(2,)])
