@@ -308,7 +308,7 @@ class ElasticTrainer(ray_private.DataParallelTrainer):
                 last = RunReader(self.run_url).result()
                 return self._ended(last, "the controller is gone", why_gone(error))
 
-    def _answered(self, answer: Any) -> Result:
+    def _answered(self, answer: Any) -> ray_private.Result:
         """A job takes as long as it takes; a controller that stands still meanwhile is ended by
         its keepers, and another one answers. Those are released as the job ends: one that stands
         still after that is not waited for. Raises what ``ray.get`` raises; JobFailedError."""
@@ -328,7 +328,7 @@ class ElasticTrainer(ray_private.DataParallelTrainer):
                     )
                     return self._ended(last, "the controller does not answer", "no reason")
 
-    def _ended(self, last: dict[str, Any], what: str, why: str) -> Result:
+    def _ended(self, last: dict[str, Any], what: str, why: str) -> ray_private.Result:
         """By what is in result.json. Raises JobFailedError where the job has not ended well."""
         if last.get("status") in ENDED_WELL:
             return self._result_of(last)
