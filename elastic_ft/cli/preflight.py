@@ -23,6 +23,8 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.transport.tls import find_openssl
 
 CONNECT_TIMEOUT_S = 5.0
+HEAD_TIMEOUT_S = 10.0  # for its first word
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # of gRPC
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +194,31 @@ def check_compiler_here(job: Job) -> None:
 
 
 def check_address(address: str) -> None:
-    """Whether anyone listens there: Ray itself would try for minutes. Raises ConfigError."""
+    """Whether a head answers there: Ray itself would try for a quarter of an hour. Raises
+    ConfigError."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():  # "auto": Ray looks for a cluster of this machine, and says at once
         return
     try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as head:
+            _await_answer(head, address)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"--address: no Ray cluster at {address}: {reason}") from None
+
+
+def _await_answer(head: socket.socket, address: str) -> None:
+    """Whatever it says, or that it hangs up (on who knows no TLS): a process that stands still does
+    neither. Raises ConfigError."""
+    head.settimeout(HEAD_TIMEOUT_S)
+    try:
+        head.sendall(GREETING)
+        head.recv(1)
+    except ConnectionError:
+        return
+    except TimeoutError:
+        silent = f"does not answer within {HEAD_TIMEOUT_S:g} s: it may stand still"
+        raise ConfigError(f"--address: who listens at {address} {silent}") from None
 
 
 # ------------------------------------------------------------------------------- faults

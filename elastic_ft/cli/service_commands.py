@@ -46,15 +46,16 @@ def client(url: str | None) -> Client:
     """Of a service that somebody has named: it may be starting anew. Raises ServiceAway."""
     from elastic_ft.service.service_client import AWAY_S, VARIABLE, Client
 
-    def waiting(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     is_named = bool(url or os.environ.get(VARIABLE))
-    asked = Client(url, away_s=AWAY_S if is_named else 0.0, waiting=waiting)
+    asked = Client(url, away_s=AWAY_S if is_named else 0.0, waiting=say_waiting)
     if not is_named:
         asked.service()
         asked.away_s = AWAY_S
     return asked
+
+
+def say_waiting(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def is_job(given: str, service: str | None) -> bool:
@@ -69,7 +70,7 @@ def is_job(given: str, service: str | None) -> bool:
     if os.environ.get(VARIABLE):
         return True
     try:
-        Client(away_s=0.0).service()
+        Client(away_s=0.0, waiting=say_waiting).service()
     except ServiceAway as error:
         raise ConfigError(f"{given}: not a run folder, and {error}") from None
     except ConfigError:  # it wants a token, say
@@ -115,9 +116,11 @@ def start(
     address = address or (None if local_nodes else os.environ.get("RAY_ADDRESS"))
     if address is None and local_nodes is None:
         raise ConfigError("--address, --local-nodes: expected one of them")
-    if (found := starting.found_here(how)) is None:
+    if (found := starting.found_here(how, say_waiting)) is None:
         with starting.one_at_a_time(how):
-            if (found := starting.found_here(how)) is None:  # nor has another start been in time
+            if (
+                found := starting.found_here(how, say_waiting)
+            ) is None:  # nor has another start been in time
                 if local_nodes is not None:
                     url = starting.start_here(how, local_nodes, cpus_per_node, say)
                 else:

@@ -137,7 +137,8 @@ class Tail:
 
     A file that was replaced (RunFolder.truncate does so, at a start and at a roll back) is read
     from its beginning, so lines may come again. The file need not exist yet.
-    Of a remote folder, closed segments (``observe.segments``) are downloaded once.
+    Of a remote folder each byte is downloaded once: a look begins with the last line that is known,
+    and goes on from there if it is still in its place.
     """
 
     def __init__(self, url: str, name: str) -> None:
@@ -150,6 +151,7 @@ class Tail:
         self._inode, self._offset, self._next_look_s = 0, 0, 0.0
         self._store: Store | None = None
         self._found: Found | None = None  # its segments are not downloaded again
+        self._last = b""  # of its lines, that which was read last
 
     def read(self, bytes_max: int = -1, whole: bool = False) -> list[Line]:
         """``bytes_max``: about so much of a local file, in whole lines; the next look goes on.
@@ -158,6 +160,8 @@ class Tail:
         content = self._local(bytes_max) if self._path is not None else self._remote(whole)
         end = content.rfind(b"\n") + 1
         self._offset += end
+        if end and self._path is None:
+            self._last = content[content.rfind(b"\n", 0, end - 1) + 1 : end]
         return parse_lines(content[:end], self._url)
 
     def _local(self, bytes_max: int) -> bytes:
@@ -183,10 +187,12 @@ class Tail:
         if self._store is None:
             self._store = open_store(self._folder_url, deadline_s=REMOTE_WITHIN_S)
         try:
+            if (content := self._appended()) is not None:
+                return content
             found = segments.read_segments(self._store, self._name, self._found)
-            content = found.beyond(self._offset)
+            content = None if self._is_replaced(found) else found.beyond(self._offset)
             if content is None:
-                self._offset = 0
+                self._offset, self._last = 0, b""
                 found = segments.read_segments(self._store, self._name)
                 content = found.beyond(0)
         except StoreError as error:  # not there yet, or the store is away: the next look sees more
@@ -196,6 +202,30 @@ class Tail:
         assert content is not None
         self._found = replace(found, tail=found.head, bodies={})
         return content
+
+    def _appended(self) -> bytes | None:
+        """What comes after the last line, if that is where it was. None where that can't be told.
+        Raises StoreError where the store is away."""
+        from elastic_ft.storage.kinds import FailureKind
+        from elastic_ft.storage.store import StoreError
+
+        if not self._last or self._found is None:
+            return None
+        assert self._store is not None
+        begin = self._offset - sum(self._found.sizes.values()) - len(self._last)
+        try:
+            content = self._store.get(self._name, begin)
+        except StoreError as error:
+            if error.kind in (FailureKind.UNREACHABLE, FailureKind.BUSY, FailureKind.MISSING):
+                raise
+            return None  # it is shorter
+        is_there = content.startswith(self._last)
+        return content[len(self._last) :] if is_there else None
+
+    def _is_replaced(self, found: Found) -> bool:
+        """By a file that has grown beyond what was read of the one before it."""
+        begin = self._offset - sum(found.sizes.values()) - len(self._last)
+        return begin >= 0 and not found.tail.startswith(self._last, begin)
 
 
 class NewEvents:

@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import json
 import os
-import ssl
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -20,7 +20,8 @@ from elastic_ft.config import parse_yaml
 from elastic_ft.config.job_file import FILE_BYTES_MAX, check_size
 from elastic_ft.errors import ConfigError, ElasticError, JobFailed
 from elastic_ft.service import told_answers
-from elastic_ft.service.access import LOOPBACK, read_token
+from elastic_ft.service.access import read_token
+from elastic_ft.service.service_address import opener_of, scheme_of
 from elastic_ft.service.told_answers import fits
 
 DEFAULT_URL = "http://127.0.0.1:8266"
@@ -28,7 +29,8 @@ VARIABLE = "ELASTIC_FT_SERVICE"
 TOKEN_VARIABLE, CA_VARIABLE = "ELASTIC_FT_TOKEN_FILE", "ELASTIC_FT_CA_FILE"
 TIMEOUT_S = 60.0
 AWAY_S = 30.0  # a service that was killed is back by then
-TOLD_S = 1.0  # of silence, before it is said that one waits
+TOLD_S = 1.0  # of its absence, before it is said that one waits
+SLOW_S = 5.0  # of its silence, before that is said
 AGAIN_S, AGAIN_MAX_S = 0.3, 60.0
 DOUBT_S = 600.0  # a submission that may have been taken in is asked about
 HELD_S = 10.0  # who still says something on a stream after that is not away
@@ -37,6 +39,8 @@ ENDED = ("completed", "failed", "stopped")
 ANSWER_MAX, ANSWER_WITHIN_S, REFUSAL_MAX = 1 << 28, 600.0, 1 << 20  # bytes, and in which time
 LINE_MAX = 1 << 24  # bytes, of a stream
 PAGE = 500  # jobs that are asked for at a time
+SUBMITTED_TWICE = "look at the jobs before you submit it again"
+DONE_ALL_THE_SAME = "it may be done all the same"
 
 
 class ServiceAway(ElasticError):
@@ -45,9 +49,11 @@ class ServiceAway(ElasticError):
     Attributes:
         in_doubt: it may be done later.
         again_s: it is to be asked again no sooner.
+        is_lost: what was asked has come there, and no answer to it.
+        is_silent: somebody takes connections there, and says nothing.
     """
 
-    in_doubt = False
+    in_doubt = is_lost = is_silent = False
     again_s = 0.0
 
 
@@ -61,7 +67,7 @@ class Client:
         token_file: where the service asks for one; by default ELASTIC_FT_TOKEN_FILE.
         ca_file: whose certificates count, beside the system's; by default ELASTIC_FT_CA_FILE.
         away_s: for so long a service that does not answer is asked again.
-        waiting: told once, in words, that this is being done.
+        waiting: told in words, once each time, that this is being done.
     """
 
     def __init__(
@@ -71,17 +77,17 @@ class Client:
         token_file: str | Path | None = None,
         ca_file: str | Path | None = None,
         away_s: float = AWAY_S,
-        waiting: Callable[[str], object] = lambda line: None,
+        waiting: Callable[[str], object] | None = None,
     ) -> None:
         self.url = (url or os.environ.get(VARIABLE) or DEFAULT_URL).rstrip("/")
         self.away_s = away_s
         self._waiting, self._has_told = waiting, False
-        if _scheme(self.url) not in ("http", "https"):
+        if scheme_of(self.url) not in ("http", "https"):
             raise ConfigError(f"--service: expected http://host:port, found {self.url!r:.200}")
         token_file = token_file or os.environ.get(TOKEN_VARIABLE)
         self._token = read_token(Path(token_file)) if token_file else ""
         ca_file = ca_file or os.environ.get(CA_VARIABLE)
-        self._opener = _opener(self.url, _tls(ca_file) if self.url.startswith("https:") else None)
+        self._opener = opener_of(self.url, ca_file)
 
     def submit(
         self,
@@ -204,44 +210,80 @@ class Client:
         verb: str,
         path: str,
         body: Any = None,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = 0.0,
         kind: Any = dict,
     ) -> dict[str, Any]:
         """``kind``: of the answer (``told_answers``). Raises ConfigError where it is none."""
-        until_s, in_doubt = time.monotonic() + self.away_s, False
+        timeout_s = timeout_s or TIMEOUT_S
+        until_s, doubt = time.monotonic() + self.away_s, ""
         while True:
             try:
-                with self._open(verb, path, body, timeout_s) as answer:
+                with (
+                    self._telling(),
+                    self._open(verb, path, body, timeout_s) as answer,
+                ):
                     content = _whole(answer)
                 break
             except (ServiceAway, OSError, http.client.HTTPException) as error:
                 away = self._away(error)
-                if away.in_doubt and not in_doubt and self.away_s and path == "jobs":
-                    until_s, in_doubt = time.monotonic() + DOUBT_S, True
-                    self._waiting(f"{away}; asking, {DOUBT_S:g} s at most, whether it was done")
-                if in_doubt:
-                    away = ServiceAway(f"{away}; look at the jobs before you submit it again")
-                self._rest(until_s, away)
+            if verb == "POST" and (away.in_doubt or away.is_lost) and not doubt:
+                doubt = SUBMITTED_TWICE if path == "jobs" else DONE_ALL_THE_SAME
+                if self.away_s and path == "jobs":
+                    until_s = time.monotonic() + self._asks_on_s(away)
+            self._rest(until_s, ServiceAway(f"{away}; {doubt}") if doubt else away)
+        self._has_told = False
         with contextlib.suppress(ValueError, RecursionError):
             if len(content) <= ANSWER_MAX and fits(found := json.loads(content), kind):
                 return dict(found)
         raise self._stranger()
 
+    def _asks_on_s(self, away: ServiceAway) -> float:
+        """For how long a submission is asked about that may have been taken in."""
+        asks_s = DOUBT_S if away.in_doubt else self.away_s
+        self._tell(f"{away}; asking, {asks_s:g} s at most, whether it was done")
+        return asks_s
+
     def _away(self, error: Exception) -> ServiceAway:
         if isinstance(error, ServiceAway):
             return error
-        why = str(getattr(error, "reason", error)) or type(error).__name__
-        return ServiceAway(f"no service answers at {self.url}: {why}")
+        is_lost = not isinstance(error, urllib.error.URLError)  # which is: it could not be sent
+        if is_lost and isinstance(error, TimeoutError):
+            away = ServiceAway(f"who listens at {self.url} does not answer: it may stand still")
+            away.is_silent = True
+        else:
+            why = str(getattr(error, "reason", error)) or type(error).__name__
+            away = ServiceAway(f"no service answers at {self.url}: {why}")
+        away.is_lost = is_lost
+        return away
 
     def _rest(self, until_s: float, error: ServiceAway) -> None:
         """Before it is asked again. Raises ``error`` where that has been done for long enough."""
         left_s = until_s - time.monotonic()
         if left_s < error.again_s:
             raise error from None
-        if self.away_s - left_s > TOLD_S and not self._has_told:
-            self._has_told = True
-            self._waiting(f"waiting for the service at {self.url}, {self.away_s:g} s at most")
+        if self.away_s - left_s > TOLD_S:
+            self._tell(f"waiting for the service at {self.url}, {self.away_s:g} s at most")
         time.sleep(max(AGAIN_S, error.again_s))
+
+    def _tell(self, line: str) -> None:
+        if self._waiting is not None and not self._has_told:
+            self._has_told = True
+            self._waiting(line)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """An answer that is long in coming."""
+        if self._waiting is None or self._has_told:
+            yield
+            return
+        line = f"waiting for an answer of the service at {self.url}"
+        timer = threading.Timer(SLOW_S, self._tell, [line])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _open(
         self, verb: str, path: str, body: Any, timeout_s: float, last_id: int | None = None
@@ -285,14 +327,14 @@ class Client:
         until_s: float | None = None  # from when it broke off: nothing new came since
         while True:
             try:
-                with self._open("GET", _of(job, kind), None, TIMEOUT_S, last_id) as answer:
+                with self._stream(_of(job, kind), last_id) as answer:
                     opened_s = time.monotonic()
                     for event, id, data in self._sent(answer):
                         if event == "end":
                             return
                         is_new = event == "message" and id != last_id
                         if is_new or time.monotonic() - opened_s > HELD_S:
-                            until_s = None
+                            until_s, self._has_told = None, False
                         if event == "message":
                             if not fits(data, told_answers.LINE[kind]):
                                 raise self._stranger()
@@ -304,6 +346,10 @@ class Client:
             until_s = until_s or time.monotonic() + self.away_s
             self._rest(until_s, error)
 
+    def _stream(self, path: str, last_id: int | None) -> Any:
+        with self._telling():
+            return self._open("GET", path, None, TIMEOUT_S, last_id)
+
     def _sent(self, answer: Any) -> Iterator[tuple[str, int, Any]]:
         """Raises ConfigError."""
         try:
@@ -314,47 +360,6 @@ class Client:
     def _stranger(self, more: str = "") -> ConfigError:
         what = "is no service of elastic_ft"
         return ConfigError(f"--service: who answers at {self.url} {what}{more}")
-
-
-def _scheme(url: str) -> str:
-    """ "" where it is no address that a service could have: of a user, a question or a place in a
-    page it would make another one, or none."""
-    if not url.isascii() or not url.isprintable() or {*url} & set(" ?#@"):
-        return ""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_one = parts.hostname and parts.hostname.encode("idna")
-        return parts.scheme if is_one and (parts.port is None or parts.port) else ""
-    except ValueError:  # its port is no number, its name too long
-        return ""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The service never redirects: whoever does is somebody else, and is told no token."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _opener(url: str, tls: ssl.SSLContext | None) -> urllib.request.OpenerDirector:
-    """This machine's own service is not asked through a proxy, wherever other sites are."""
-    handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
-    if tls is not None:
-        handlers.append(urllib.request.HTTPSHandler(context=tls))
-    if urllib.parse.urlsplit(url).hostname in LOOPBACK:
-        handlers.append(urllib.request.ProxyHandler({}))
-    return urllib.request.build_opener(*handlers)
-
-
-def _tls(ca_file: str | Path | None) -> ssl.SSLContext:
-    """Raises ConfigError."""
-    context = ssl.create_default_context()
-    try:
-        if ca_file:
-            context.load_verify_locations(ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{ca_file}: no certificates can be read there: {error}") from None
-    return context
 
 
 def _server_sent(answer: Any) -> Iterator[tuple[str, int, Any]]:

@@ -29,12 +29,14 @@ LOOK_EVERY_S = 0.1
 LOCK = "start.lock"
 
 
-def running(url: str, folder: str) -> dict[str, Any] | None:
+def running(url: str, folder: str, say: Callable[[str], object]) -> dict[str, Any] | None:
     """The service that answers there; None if nobody does. Raises ConfigError where it is another
-    folder's."""
+    folder's; ServiceAway where somebody listens there and does not answer."""
     try:
-        found = Client(url, away_s=0.0).service()
-    except ServiceAway:
+        found = Client(url, away_s=0.0, waiting=say).service()
+    except ServiceAway as away:
+        if away.is_silent:
+            raise
         return None
     except (ConfigError, ValueError, KeyError) as error:
         raise ConfigError(f"--port: somebody answers at {url}: {error}") from None
@@ -79,16 +81,16 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
-def found_here(how: HowToServe) -> dict[str, Any] | None:
-    """The folder's service, if it answers on this machine, with its ``url``. Raises ConfigError
-    where it is another folder's."""
-    if how.port and (found := running(how.url_here, how.folder)) is not None:
+def found_here(how: HowToServe, say: Callable[[str], object]) -> dict[str, Any] | None:
+    """The folder's service, if it answers on this machine, with its ``url``. Raises what
+    ``running`` raises."""
+    if how.port and (found := running(how.url_here, how.folder, say)) is not None:
         return found | {"url": how.url_here}
     path = local_path(how.folder)
     if path is None or _living(path / local_nodes.FILE) is None:
         return None
     url = str(_read(path / local_nodes.FILE).get("url", ""))
-    found = running(url, how.folder) if url else None
+    found = running(url, how.folder, say) if url else None
     return found and found | {"url": url}
 
 
@@ -169,8 +171,11 @@ def is_gone(client: Client, about: dict[str, Any], timeout_s: float) -> bool:
         try:
             if client.service().get("starts") != about.get("starts"):
                 return True
-        except (ServiceAway, ConfigError):
+        except ConfigError:
             return True
+        except ServiceAway as away:
+            if not away.is_silent:
+                return True
         time.sleep(LOOK_EVERY_S)
     return False
 

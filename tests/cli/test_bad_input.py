@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import yaml
 
 from chaos.s3_server import s3_server
 from elastic_ft import __version__
+from elastic_ft.cli import preflight
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
 from elastic_ft.cli.check_stores import check_apart
 from elastic_ft.cli.preflight import check_workers, one_worker
@@ -202,6 +204,7 @@ def test_a_bad_scenario_is_refused(
 def test_nothing_is_broken_on_a_cluster_of_others(refused: Refused, folder: Path) -> None:
     (folder / "faults.yaml").write_text("faults: [{at_step: 3, add: node}]")
     with socket.create_server(("127.0.0.1", 0)) as someone:
+        threading.Thread(target=lambda: someone.accept()[0].close(), daemon=True).start()
         options = ["--address", f"127.0.0.1:{someone.getsockname()[1]}"]
         line = refused({}, "--chaos", "faults.yaml", options=options)
     assert "is not ours to break" in line
@@ -227,6 +230,22 @@ def test_no_command_lets_ray_look_for_a_cluster_that_is_not_there(
         assert run_command([*command, "--address", address]) == BAD_USAGE
     expected = f"elastic-ft: --address: no Ray cluster at {address}: Connection refused\n"
     assert capfd.readouterr() == ("", expected)
+
+
+@pytest.mark.parametrize("command", [["gc"], ["service", "start", "--port", "0"]])
+def test_a_head_that_takes_connections_and_says_nothing_is_not_waited_for(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: list[str],
+) -> None:
+    """Of a stopped process the kernel takes them. Ray tried for a quarter of an hour."""
+    monkeypatch.setattr(preflight, "HEAD_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert run_command([*command, "--address", address]) == BAD_USAGE
+    said = f"--address: who listens at {address} does not answer within 0.2 s: it may stand still"
+    assert capfd.readouterr() == ("", f"elastic-ft: {said}\n")
 
 
 def test_an_unreachable_store_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -95,3 +99,40 @@ def told(folder: Path, steps: int) -> None:
         json.dumps({"step": step, "loss": 1.0, "generation": 1}) for step in range(1, steps + 1)
     ]
     (folder / "steps.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+class ServedApart:
+    """A service in a process of its own, which may stand still.
+
+    Attributes:
+        pid: its process's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", __name__, str(folder)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip()
+
+    def stand_still(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        self.go_on()
+        self._process.communicate(timeout=WAIT_S)
+
+
+def _serve_apart(folder: str) -> None:
+    served = Served(folder)
+    print(served.url, flush=True)
+    sys.stdin.read()  # until whoever started it wants no more of it, or is gone
+    served.close()
+
+
+if __name__ == "__main__":
+    _serve_apart(sys.argv[1])

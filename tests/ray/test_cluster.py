@@ -13,6 +13,8 @@ import psutil
 import pytest
 import ray
 
+from elastic_ft.cli import preflight
+from elastic_ft.errors import ConfigError
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for, worker_environment
 from elastic_ft.hosts.ray.names import ROOT, RunNames, groups_of, reap
 from elastic_ft.hosts.ray.placement_groups import Placements
@@ -93,6 +95,23 @@ def test_what_a_vanished_job_has_left_is_removed() -> None:
         assert say() == f"removed {place}\n"
         wait_for(lambda: not groups_of(ROOT), 60, "it is removed")
         assert say() == "nothing is left of runs without a controller\n"
+
+
+def test_a_head_that_stands_still_is_told_from_one_that_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "HEAD_TIMEOUT_S", 5.0)
+    with LocalCluster(1, templates=False) as cluster:
+        family = psutil.Process().children(recursive=True)
+        address, head = cluster.address, next(p for p in family if p.name() == "gcs_server")
+        preflight.check_address(address)
+        head.suspend()
+        try:
+            with pytest.raises(ConfigError, match=f"who listens at {address} does not answer"):
+                preflight.check_address(address)
+        finally:
+            head.resume()
+        preflight.check_address(address)
 
 
 def test_a_cluster_dies_with_its_driver() -> None:

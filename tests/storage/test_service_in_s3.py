@@ -3,6 +3,7 @@ refused with a line; what runs is shared out as before once it is back."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -134,6 +135,32 @@ def test_a_store_that_is_away_loses_nothing_and_doubles_nothing(
         assert states(again.client()) == ["completed", "running", "queued"]
     finally:
         again.close()
+
+
+def test_of_two_services_with_one_folder_the_later_goes_on_and_nothing_is_done_twice(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two machines: no lock of one of them keeps the second from starting."""
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    url = s3.url(f"services/{uuid4().hex}")
+    first = Served(url)
+    try:
+        assert first.client().submit(JOB)["id"] == "tiny-1"
+        second = Served(url)
+        try:
+            answered = ["tiny-1"]
+            with contextlib.suppress(ServiceAway):  # it may not know yet: what it answers counts
+                answered.append(first.client().submit(JOB)["id"])
+            assert first.superseded.wait(WAIT_S)
+            answered.append(second.client().submit(JOB)["id"])
+            assert not second.superseded.is_set()
+            assert [job["id"] for job in second.client().jobs(all=True)] == answered
+            assert len(set(answered)) == len(answered)
+        finally:
+            second.close()
+    finally:
+        first.close()
 
 
 def test_a_long_journal_is_read_from_where_it_goes_on(s3: S3Server) -> None:

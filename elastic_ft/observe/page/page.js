@@ -3,7 +3,7 @@
 // (docs/service.md), and draws a job with what draws the report.
 
 const JOBS_EVERY_MS = 2000, VIEW_EVERY_MS = 1000, QUIET_MS = 5000, AGAIN_MS = 2000;
-const ANSWER_WITHIN_MS = 15000, JOBS_SHOWN = 200;
+const ANSWER_WITHIN_MS = 15000, DONE_WITHIN_MS = 45000, JOBS_SHOWN = 200;
 const OVER = ["completed", "failed", "stopped"];
 const main = document.getElementById("main"), link = document.getElementById("link");
 const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
@@ -27,7 +27,7 @@ async function get(path) {
   return (await call(path, { signal: AbortSignal.timeout(ANSWER_WITHIN_MS) })).json();
 }
 async function post(path, value) {
-  const options = { method: "POST", body: JSON.stringify(value), headers: { "Content-Type": "application/json" } };
+  const options = { method: "POST", body: JSON.stringify(value), headers: { "Content-Type": "application/json" }, signal: AbortSignal.timeout(DONE_WITHIN_MS) };
   return (await call(path, options)).json();
 }
 
@@ -85,10 +85,10 @@ async function askToken(error) {
       done();
     }, { once: true }));
     try {
-      await call("login", { method: "POST", headers: { Authorization: `Bearer ${field.value}` } });
+      await call("login", { method: "POST", headers: { Authorization: `Bearer ${field.value}` }, signal: AbortSignal.timeout(ANSWER_WITHIN_MS) });
       break;
     } catch (again) {
-      said.textContent = `${again.message}. `;
+      said.textContent = `${again instanceof Refusal ? again.message : "the service does not answer"}. `;
     }
   }
   main.replaceChildren(...before);
