@@ -28,8 +28,9 @@ NAME = "alive.json"
 EVERY_S = 1.0
 GONE_S = 3.0  # without a new sign, of a process of this machine that is not there
 STILL_S, STILL_REMOTE_S = 15.0, 30.0  # without a new sign; a remote folder is some seconds behind
+PIDS = 1 << 31
 READ_DEADLINE_S = 10.0  # of a store that does not answer
-AWAY_S = 600.0  # a sign that can't be read for so long says that nobody can be waited for
+AWAY_S = 600.0  # a sign that can't be read, or is not there, says then that nobody is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,7 @@ class Signs:
         """None if there is none that can be understood. Raises OSError, StoreFailed, StorageError
         where that can't be said."""
         try:
-            found: Any = json.loads(self._content())
-            where = str(found["host"]), int(found["pid"])
-            known = (found.get(name) is True for name in ("in_charge", "followed"))
-            return Sign(float(found["at_s"]), *where, *known)
+            return _understood(self._content())
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return None
 
@@ -138,6 +136,17 @@ class Signs:
             self._store = open_store(self._url, deadline_s=READ_DEADLINE_S)
         store = self._store
         return if_there(lambda: store.get(NAME)) or b""
+
+
+def _understood(content: bytes) -> Sign:
+    """Raises ValueError, OverflowError and more for what no controller writes."""
+    found: Any = json.loads(content)
+    at_s, host, pid = float(found["at_s"]), str(found["host"]), int(found["pid"])
+    datetime.fromtimestamp(at_s, UTC)  # a time that can be told
+    if not 0 < pid < PIDS:
+        raise ValueError(pid)
+    in_charge, followed = (found.get(name) is True for name in ("in_charge", "followed"))
+    return Sign(at_s, host, pid, in_charge, followed)
 
 
 def nobody(sign: Sign) -> str:
@@ -183,7 +192,9 @@ class Vigil:
             why = f"its sign of life can't be read for {past_s:.0f} s now: {self._away}"
             return f"whether a controller is alive is not known: {why}" if past_s > AWAY_S else ""
         if self._sign is None:
-            return ""
+            still_s = now_s - self._since_s
+            why = f"no controller has made a sign of life for {still_s:.0f} s; elastic-ft resume"
+            return f"{why} goes on from there" if still_s > AWAY_S else ""
         patience_s = GONE_S if self._sign.gone else self._still_s
         return nobody(self._sign) if now_s - self._since_s > patience_s else ""
 

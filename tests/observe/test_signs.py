@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +22,31 @@ def test_who_sees_to_a_job_shows_it_wherever_its_folder_is(tmp_path: Path, url: 
     sign = alive.last_sign(run_url)
     assert sign is not None
     assert (sign.pid, sign.in_charge, sign.gone) == (os.getpid(), False, False)
+
+
+@pytest.mark.parametrize(
+    "what", [{"at_s": 1e400}, {"at_s": 1e20}, {"at_s": -1e20}, {"pid": 10**30}, {"pid": -1}]
+)
+def test_a_sign_that_nobody_can_have_left_is_none(tmp_path: Path, what: dict[str, Any]) -> None:
+    """Who attached, or wanted to stop, ended in a traceback."""
+    alive.show(str(tmp_path))
+    sign = json.loads((tmp_path / alive.NAME).read_text())
+    (tmp_path / alive.NAME).write_text(json.dumps(sign | what))
+    assert alive.last_sign(str(tmp_path)) is None
+    assert alive.seems_dead(str(tmp_path)) == ""
+
+
+def test_who_has_never_made_a_sign_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that dies between its claim and its first sign."""
+    now_s = 1000.0
+    monkeypatch.setattr(alive.time, "monotonic", lambda: now_s)
+    vigil = alive.Vigil(str(tmp_path))
+    now_s += alive.AWAY_S
+    assert vigil.look() == ""
+    now_s += alive.EVERY_S
+    assert vigil.look().startswith("no controller has made a sign of life for 601 s")
+    alive.show(str(tmp_path))  # it was late
+    now_s += alive.EVERY_S
+    assert vigil.look() == ""
