@@ -53,7 +53,7 @@ class ElasticConfig(Section):
     max_generations_without_progress: Count = Policy.max_generations_without_progress
     # Retries, until a step goes by without an exception.
     max_user_failures: CountFrom0 = Policy.max_user_failures
-    # Unfit workers, before it is avoided for a while.
+    # Unfit workers, before it is avoided: for 10 minutes, with each more for twice as long.
     max_node_failures: Count = Policy.max_node_failures
     # A joiner must be worth its pause within that.
     regrow_repaid_s: Seconds = Policy.regrow_repaid_s

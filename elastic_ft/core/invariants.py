@@ -291,8 +291,8 @@ def bounded(run: RunRecord) -> Iterable[str]:
         yield f"the run is {status}, not {expected.status}: {run.result['reason']}"
     if not (ends := run.all("finished")):
         yield "the journal has no finished event"
-    elif ends[-1]["status"] != status:
-        yield f"the journal says {ends[-1]['status']}, result.json says {status}"
+    elif (told := ends[-1].get("status")) != status:
+        yield f"the journal says {told}, result.json says {status}"
     last = run.steps[-1] if run.steps else {"step": expected.first_step - 1, "samples": None}
     if run.result["steps"] != last["step"]:
         yield f"result.json has {run.result['steps']} steps, steps.jsonl ends with {last['step']}"

@@ -391,7 +391,7 @@ def _whole(answer: Any) -> bytes:
     while len(content) <= ANSWER_MAX and (piece := answer.read1(1 << 20)):
         content += piece
         if time.monotonic() > until_s:
-            raise TimeoutError(f"its answer has no end after {ANSWER_WITHIN_S:g} s")
+            raise OSError(f"its answer has no end after {ANSWER_WITHIN_S:g} s")
     if answer.length and len(content) <= ANSWER_MAX:
         raise http.client.IncompleteRead(bytes(content), answer.length)
     return bytes(content)

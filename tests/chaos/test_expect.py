@@ -60,7 +60,7 @@ def run_files() -> dict[str, list[dict[str, Any]]]:
         {"event": "job_started", "generation": 0, "step": 0},
         *(formed(1, 0, "0123"), formed(2, 4, "012"), recoveries[0]),
         *(formed(3, 8, "0124"), recoveries[1]),
-        {"event": "finished", "generation": 3},
+        {"event": "finished", "generation": 3, "status": "completed"},
     ]
     common = [{"at_s": float(n), "seq": n, "reason": "why"} | line for n, line in enumerate(events)]
     steps, ledger = [], []
@@ -125,7 +125,13 @@ def test_a_run_that_lost_a_node_and_got_one_back_passes(tmp_path: Path) -> None:
             "every sample is in exactly one committed step",
             lambda files: files["ledger.jsonl"][3].update(samples=[1, 1, 2, 3]),
         ),
-        ("the run is completed", lambda files: files["result.json"][0].update(status="stopped")),
+        (
+            "the run is completed",
+            lambda files: [
+                line.update(status="stopped")
+                for line in (files["events.jsonl"][-1], files["result.json"][0])
+            ],
+        ),
         (
             "the last step is by 4 workers",
             lambda files: files["steps.jsonl"][-1].update(world_size=3),

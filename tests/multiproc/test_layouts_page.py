@@ -96,6 +96,8 @@ def small(sections: dict[str, Any]) -> dict[str, Any]:
     model = sections.get("model", {})
     if config := model.get("transformers"):
         less = {key: min(config[key], SMALL[key]) for key in SMALL if key in config}
+        if "schedule" in sections.get("parallel", {}):  # which may want two stages of a rank
+            less["num_hidden_layers"] = config["num_hidden_layers"]
         return {"transformers": config | less}
     if str(model.get("preset")).startswith("decoder-moe"):
         return MIXTURE
