@@ -6,7 +6,7 @@ nobody has registered; "indexed": it looks a step's number up there, which who j
 "summed": one that is made of what they share, with a collective for each micro-batch. "gathered":
 the features of all ranks are in it, as in contrastive losses. "nan": as "kept", and no loss of who
 joins is a number. "counted": the rate is made of a count of the script's own; "averaged": what is
-registered is. "normed": each forward moves a buffer that the next one's loss is made with.
+registered is.
 """
 
 import copy
@@ -29,8 +29,6 @@ STEPS = 12
 
 ctx = elastic_ft.init(seed=3)
 cell = torch.nn.GRUCell(8, 8)
-if WHAT == "normed":
-    cell = torch.nn.utils.parametrizations.spectral_norm(cell, "weight_hh")
 optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
 x = torch.randn(96, 8)
 samples = tiny.Gated(TensorDataset(x, x.flip(1)), OUT / "gate")
@@ -54,7 +52,7 @@ def train_step(batch):
             hidden = a * by_step[batch.number - 1]
         elif WHAT == "kept":
             hidden = a * (sum(collected) / len(collected))
-        elif WHAT in ("summed", "counted", "averaged", "normed"):
+        elif WHAT in ("summed", "counted", "averaged"):
             hidden = a
         if WHAT == "summed":
             dist.all_reduce(a.sum().clone())

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray.experimental import internal_kv
 
 from elastic_ft.cli import preflight
 from elastic_ft.errors import ConfigError
@@ -106,12 +107,14 @@ def test_a_head_that_stands_still_is_told_from_one_that_answers(
         address, head = cluster.address, next(p for p in family if p.name() == "gcs_server")
         preflight.check_address(address)
         head.suspend()
+        wait_for(lambda: head.status() == psutil.STATUS_STOPPED, 30, "it stands still")
         try:
             with pytest.raises(ConfigError, match=f"who listens at {address} does not answer"):
                 preflight.check_address(address)
         finally:
             head.resume()
         preflight.check_address(address)
+    assert not internal_kv._internal_kv_initialized(), "a trainer would end this process"
 
 
 def test_a_cluster_dies_with_its_driver() -> None:

@@ -203,6 +203,8 @@ class LocalCluster:
         if self._connected:
             ray.shutdown()
             self._connected = False
+        elif not ray.is_initialized():
+            ray_private.forget_head()
         left = list(self._killed)
         nodes = [*self._nodes.values(), *([self._head] if self._head else [])]
         for node in nodes:

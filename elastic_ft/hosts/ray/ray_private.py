@@ -18,6 +18,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient, PlacementGroupID
 from ray.core.generated import autoscaler_pb2
+from ray.experimental import internal_kv
 from ray.train._internal.session import get_session
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -157,6 +158,12 @@ def reporting_by(callback: Any, other: Callable[[Any], Any]) -> Any:
 def silence_raylets() -> None:
     """Keeps what raylets say of dead workers and nodes off this driver's standard output."""
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+def forget_head() -> None:
+    """Of one that this process has started and never joined. Who asks it unasked (a trainer, for
+    Ray's statistics) would end this process, a minute after that head has ended."""
+    internal_kv._internal_kv_reset()
 
 
 def start_node(*, head: bool, **params: Any) -> Any:
