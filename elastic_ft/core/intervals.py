@@ -96,6 +96,10 @@ class Cadence:
     def taken(self, step: int) -> None:
         self.next = step + self.every
 
+    def hurry(self) -> None:
+        """The next one is due after the step under way."""
+        self.next = 0
+
     def learn(self, cost_s: float, step_s: float) -> bool:
         """Means over ranks: cost of the snapshot that ended in this step (0: none did), and
         duration of the step before. Returns whether ``every`` has changed.

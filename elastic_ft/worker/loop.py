@@ -319,8 +319,10 @@ class Loop:
         snapshots = self.tools.snapshots
         with self._spent.on("save_s"):
             snapshots.wait(self.groups.deadline())
-        asked, self.flags.checkpoint = self.flags.checkpoint, False
-        wishes = [float(self.flags.pause), float(self.flags.stop), float(asked)]
+        flags = self.flags
+        checkpoint, flags.checkpoint = flags.checkpoint, False
+        snapshot, flags.snapshot = flags.snapshot, False
+        wishes = [float(wish) for wish in (flags.pause, flags.stop, checkpoint, snapshot)]
         values = [loss, float(tokens), *wishes, snapshots.take_cost_s(), self._step_s, *more]
         positions = self._positions(micro_batches)
         return Contribution(
@@ -330,13 +332,15 @@ class Loop:
     def settle(self, said: Contribution, summed: list[float], squares: float) -> Agreed:
         """Of what all members have ``said``, ``summed`` over them."""
         world, holding = self.groups.world_size, self.groups.assignment.holding
-        total, count, pause, stop, checkpoint, cost, step, *others = summed
+        total, count, pause, stop, checkpoint, snapshot, cost, step, *others = summed
         learned = self.cadence.learn(cost / max(holding, 1), step / world)
         if learned and self.groups.rank == 0:
             self.note("snapshot_interval", *notes.note_on_cadence(self.cadence))
         # Not into the flags: a request that came during the all-reduce would be lost.
         self.pausing, self.stopping = pause > 0, stop > 0
         self._checkpointing = checkpoint > 0
+        if snapshot > 0:
+            self.cadence.hurry()
         self.tools.snapshots.drop_before(self.tools.snapshots.newest())
         more, read = said.more, said.more + said.positions
         if said.positions and self.tools.data.stream is not None:

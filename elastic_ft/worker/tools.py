@@ -19,11 +19,17 @@ from elastic_ft.state.snapshot import Snapshots
 
 @dataclass(slots=True)
 class Flags:
-    """What the controller asks of a running generation; read at the next agreement."""
+    """What is asked of a running generation; read at the next agreement.
+
+    Attributes:
+        snapshot: a keeper has just come, which has none of this worker's; the others by the
+            controller.
+    """
 
     pause: bool = False
     stop: bool = False
     checkpoint: bool = False
+    snapshot: bool = False
 
 
 @dataclass(slots=True)

@@ -404,6 +404,7 @@ class Worker:
     def _use_keeper(self, keeper: KeeperClient) -> None:
         assert self._tools is not None, "a keeper is for workers that are ready"
         self._tools.snapshots.use(keeper)
+        self._line.flags.snapshot = True  # until it has one, it keeps nothing of this worker's
 
     def _unkept(self, why: str) -> None:
         reason = f"no keeper has its snapshots, which would be lost with it: {why}"

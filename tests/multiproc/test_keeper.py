@@ -129,6 +129,27 @@ def test_a_killed_keeper_disturbs_nobody_and_is_replaced(tmp_path: Path, undistu
     assert [r["cause"] for r in run.recoveries] == ["worker_lost", "worker_joined"], run.story()
 
 
+def test_a_keeper_that_comes_late_has_a_snapshot_at_once(tmp_path: Path, undisturbed: Run) -> None:
+    """None is due for long when it comes, and what the one before it had is gone."""
+    keepers: list[Keeper] = []
+    fault = PointFault("backward", worker="w0", step=11)
+    gate = Gate(tmp_path / "gate")
+
+    def watch(controller: Controller) -> None:
+        state = controller.state
+        if not keepers and state.committed == 1 and 4 in state.pending and "n0" in state.keepers:
+            keepers.append(state.keepers["n0"])
+            os.kill(controller.host.keeper_of("n0"), signal.SIGKILL)  # type: ignore[attr-defined]
+        if keepers and state.keepers.get("n0") not in (None, keepers[0]):
+            gate(controller)
+
+    job = gate.job("fsdp", after_step=4, snapshot={"copies": 1, "every_steps": 50})
+    run = run_job(job, tmp_path / "run", faults=[fault], watch=watch).check()
+    run.same_losses_as(undisturbed)
+    first = run.recoveries[0]
+    assert first["source"] == "keeper" and first["steps_redone"] <= 6, run.story()
+
+
 @pytest.mark.parametrize("copies", [2, 1])
 def test_a_stopped_keeper_costs_a_heartbeat_timeout_and_no_other_worker(
     tmp_path: Path, undisturbed: Run, copies: int
