@@ -25,6 +25,8 @@ import re
 
 _USER = re.compile(r"(?<=://)[^\s/@]+:[^\s/@]*(?=@)")
 _QUERY = re.compile(r"(?P<url>\w://[^\s?]*\?)[\w.%~-]+=[^\s'\"]*")
+# Around what Gloo says: the line of its source, and where to look in general.
+_GLOO = re.compile(r"\[\S*/gloo/\S*:\d+\] |\. This is typically caused by a remote worker .*")
 
 
 def redacted(text: str) -> str:
@@ -34,7 +36,7 @@ def redacted(text: str) -> str:
 
 def one_line(error: BaseException, length_max: int = 300) -> str:
     """The type and message of ``error``, without what URLs in it must keep to themselves."""
-    message = redacted(" ".join(str(error).split()))
+    message = _GLOO.sub("", redacted(" ".join(str(error).split())))
     if len(message) > length_max:
         message = message[:length_max] + "..."
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -319,11 +319,8 @@ class Loop:
         snapshots = self.tools.snapshots
         with self._spent.on("save_s"):
             snapshots.wait(self.groups.deadline())
-        flags = self.flags
-        checkpoint, flags.checkpoint = flags.checkpoint, False
-        snapshot, flags.snapshot = flags.snapshot, False
-        wishes = [float(wish) for wish in (flags.pause, flags.stop, checkpoint, snapshot)]
-        values = [loss, float(tokens), *wishes, snapshots.take_cost_s(), self._step_s, *more]
+        asked = self.flags.take()
+        values = [loss, float(tokens), *asked, snapshots.take_cost_s(), self._step_s, *more]
         positions = self._positions(micro_batches)
         return Contribution(
             [*values, *positions, *self._consumed(micro_batches)], len(more), len(positions)

@@ -1,10 +1,10 @@
-"""No message of ours tells the secrets of a URL."""
+"""No message of ours tells the secrets of a URL, or more than a reader can use."""
 
 import pickle
 
 import pytest
 
-from elastic_ft.errors import DataError, StateDamaged, redacted
+from elastic_ft.errors import DataError, StateDamaged, one_line, redacted
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import StorageError, StoreError, open_store
 
@@ -36,3 +36,10 @@ def test_a_url_with_a_secret_is_no_place_for_a_run(url: str) -> None:
     with pytest.raises(StorageError, match="a URL with a password or a token") as refused:
         open_store(url)
     assert "S3cr3t" not in str(refused.value)
+
+
+def test_of_gloos_words_is_left_what_happened() -> None:
+    where = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537]"
+    why = "This is typically caused by a remote worker hanging or bugs in the application. GLHF!"
+    error = RuntimeError(f"{where} Read error [127.0.0.1]:5394: Connection reset by peer. {why}")
+    assert one_line(error) == "RuntimeError: Read error [127.0.0.1]:5394: Connection reset by peer"

@@ -152,10 +152,10 @@ def test_drained_node_is_left_in_time(start: Start, cluster: LocalCluster) -> No
 def test_all_workers_killed(start: Start) -> None:
     """Their nodes live: under DDP, too, one of the keepers has the state."""
     elastic = {"max_workers": 2, "gather_s": 60}
-    saved = {"checkpoint": {"every_steps": 10}, "snapshot": {"every_steps": 1}}
-    trial = start(job("all", elastic=elastic, **saved))
+    trial = start(job("all", elastic=elastic, checkpoint={"every_steps": 10}))
     trial.wait_for_world(2, timeout_s=START_S)
     trial.wait("a checkpoint", lambda: bool(trial.events("checkpoint_committed")))
+    trial.wait("both keepers", lambda: len(trial.events("keeper_ready")) >= 2)
     trial.wait_for_world(2, steps=2)  # its own step may come from either
     for pid in trial.pids():
         os.kill(pid, signal.SIGKILL)
