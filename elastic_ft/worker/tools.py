@@ -32,7 +32,7 @@ class Flags:
     snapshot: bool = False
 
     def take(self) -> list[float]:
-        """What is asked, as numbers to be summed; a checkpoint and a snapshot are asked for once."""
+        """What is asked, as numbers to sum; a checkpoint and a snapshot are asked for once."""
         checkpoint, self.checkpoint = self.checkpoint, False
         snapshot, self.snapshot = self.snapshot, False
         return [float(asked) for asked in (self.pause, self.stop, checkpoint, snapshot)]
