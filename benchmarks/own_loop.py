@@ -1,18 +1,20 @@
 """Processor time of a loop of one's own, beside the same plain loop under torchrun.
 
-    python benchmarks/own_loop.py --strategies ddp fsdp --rounds 5
+    python benchmarks/own_loop.py --strategies ddp fsdp --lengths 64 256 --rounds 5
 
 Two workers each; both systems are started in turns, and of each start the steps after the first
-are taken, in windows. What is counted is what the kernel says that a worker's process, all of its
-threads, has run: that holds on a shared machine where wall clock does not. Printed are min, median
-and max of ms per step and worker, and the median and min-max of the ratio (torchrun's to ours) over
-rounds, of medians.
+are taken, in windows. Longer samples make longer steps: what a step costs on top is the same.
+
+What is counted is what the kernel says that a worker's process, all of its threads, has run: that
+holds on a shared machine where wall clock does not. Printed are min, median and max of ms per step
+and worker, and the median and min-max of the ratio (torchrun's to ours) over rounds, of medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -60,9 +62,16 @@ def command_of(system: str, strategy: str, folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: list[str], folder: Path, length: int = 64
+) -> Iterator[subprocess.Popen[bytes]]:
     """Its processes, however they were started, are ended with it."""
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    quiet = {
+        "OWN_LOOP_LENGTH": str(length),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             command, cwd=folder, stdout=output, stderr=output, env=os.environ | quiet
@@ -80,12 +89,14 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
         process.wait(30)
 
 
-def measure(system: str, strategy: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    system: str, strategy: str, length: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Of one start: ms per step and worker, of each window, and of the training thread alone."""
     last = arguments.warm + arguments.windows * arguments.steps
     with tempfile.TemporaryDirectory(prefix="eft-own-loop-") as name:
         folder = Path(name)
-        with running(command_of(system, strategy, folder), folder) as process:
+        with running(command_of(system, strategy, folder), folder, length) as process:
             deadline_s = time.monotonic() + DEADLINE_S
             while not (told := _told(folder)) or min(len(lines) for lines in told) <= last:
                 if process.poll() is not None or time.monotonic() > deadline_s:
@@ -94,6 +105,7 @@ def measure(system: str, strategy: str, arguments: argparse.Namespace) -> dict[s
     return {
         "system": system,
         "strategy": strategy,
+        "length": length,
         **{
             f"{what}_ms": [
                 1e3 * (lines[at + arguments.steps][key] - lines[at][key]) / arguments.steps
@@ -110,24 +122,26 @@ def _told(folder: Path) -> list[list[dict[str, Any]]]:
     return found if len(found) == WORKERS else []
 
 
-def shown(found: list[dict[str, Any]], strategy: str) -> str:
-    lines = []
+def shown(found: list[dict[str, Any]], strategy: str, length: int) -> str:
+    lines, name = [], f"{strategy}, {length} tokens,"
+    found = [f for f in found if (f["strategy"], f["length"]) == (strategy, length)]
     medians: dict[str, list[float]] = {}
     for system in SYSTEMS:
-        mine = [f for f in found if f["system"] == system and f["strategy"] == strategy]
+        mine = [f for f in found if f["system"] == system]
         for what in ("cpu_ms", "thread_ms"):
             values = [v for f in mine for v in f[what]]
             low, middle, high = min(values), statistics.median(values), max(values)
-            lines.append(f"{strategy} {system} {what}: {middle:.2f} ({low:.2f}-{high:.2f})")
+            lines.append(f"{name} {system} {what}: {middle:.2f} ({low:.2f}-{high:.2f})")
         medians[system] = [statistics.median(f["cpu_ms"]) for f in mine]
     ratios = [a / b for a, b in zip(*(medians[s] for s in SYSTEMS), strict=True)]
     low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-    return "\n".join([*lines, f"{strategy} ratio: {middle:.3f} ({low:.3f}-{high:.3f})"])
+    return "\n".join([*lines, f"{name} ratio: {middle:.3f} ({low:.3f}-{high:.3f})"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[64, 256], help="of a sample")
     parser.add_argument("--rounds", type=int, default=5, help="of starts")
     parser.add_argument("--windows", type=int, default=3, help="in each")
     parser.add_argument("--steps", type=int, default=50, help="of a window")
@@ -136,14 +150,17 @@ def main() -> None:
     arguments = parser.parse_args()
     found = list[dict[str, Any]]()
     for number in range(arguments.rounds):
-        for strategy in arguments.strategies:
+        for strategy, length in itertools.product(arguments.strategies, arguments.lengths):
             for system in SYSTEMS if number % 2 else SYSTEMS[::-1]:
-                found.append(measure(system, strategy, arguments))
+                found.append(measure(system, strategy, length, arguments))
                 load = os.getloadavg()[0]
                 middle = statistics.median(found[-1]["cpu_ms"])
-                print(f"{strategy} {system}: {middle:.2f} ms, load {load:.1f}", flush=True)
-    for strategy in arguments.strategies:
-        print(f"\n{shown(found, strategy)}")
+                print(
+                    f"{strategy}, {length} tokens, {system}: {middle:.2f} ms, load {load:.1f}",
+                    flush=True,
+                )
+    for strategy, length in itertools.product(arguments.strategies, arguments.lengths):
+        print(f"\n{shown(found, strategy, length)}")
     out = Path(arguments.out) / "own_loop.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"arguments": vars(arguments), "found": found}, indent=1) + "\n")

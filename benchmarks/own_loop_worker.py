@@ -23,7 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-MICRO, LENGTH, WORDS, WIDTH, LAYERS = 4, 64, 1024, 128, 4
+MICRO, WORDS, WIDTH, LAYERS = 4, 1024, 128, 4
+LENGTH = int(os.environ.get("OWN_LOOP_LENGTH", "64"))  # tokens of a sample
 SAMPLES = 4096
 
 
