@@ -173,6 +173,8 @@ def pin(memory: torch.Tensor) -> None:
     """Page-locks host memory that is mapped already, so that copies from the device overlap."""
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(error):
+        with contextlib.suppress(RuntimeError):  # the next kernel of this thread would be blamed
+            torch.zeros(1, device="cuda")
         raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes: error {int(error)}")
 
 

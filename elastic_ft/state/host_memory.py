@@ -7,15 +7,19 @@ larger than a shard, as that of a smaller world was.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 
 import torch
 
+from elastic_ft.errors import one_line
 from elastic_ft.keeper.keeper_client import KeeperClient, KeeperGone, KeeperRefused
 from elastic_ft.keeper.protocol import Free, Sealed, Unseal
 from elastic_ft.state.host_shards import Buffer
 from elastic_ft.torch_private import pin, unpin
+
+log = logging.getLogger(__name__)
 
 FREE_BUFFERS_MAX = 4
 LARGER_MAX = 2  # times a shard's size is the page-locked buffer that it may have
@@ -25,7 +29,7 @@ class HostMemory:
     """Thread-safe.
 
     Args:
-        pinned: they are to be page-locked.
+        pinned: they are to be page-locked. What can't be is not: copies then take longer.
         unkept: is told that no keeper has this worker's snapshots, and why.
 
     Attributes:
@@ -38,6 +42,7 @@ class HostMemory:
         self.why = "it has no keeper"
         self._keeper: KeeperClient | None = None
         self._free: list[Buffer] = []
+        self._told_of_locking = False
         self._lock = threading.Lock()
 
     def use(self, keeper: KeeperClient) -> None:
@@ -83,13 +88,30 @@ class HostMemory:
                 self._leave(keeper, error)
             return None
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        if self.pinned:
-            pin(tensor)
-        return Buffer(tensor, keeper, path)
+        return Buffer(tensor, keeper, path, locked=self._page_locks(tensor))
+
+    def _page_locks(self, memory: torch.Tensor) -> bool:
+        try:
+            if self.pinned:
+                pin(memory)
+        except RuntimeError as error:
+            self._not_locked(error)
+            return False
+        return self.pinned
 
     def _own(self, size: int) -> Buffer:
         tensor = torch.zeros(size, dtype=torch.uint8)
-        return Buffer(tensor.pin_memory() if self.pinned else tensor)
+        try:
+            return Buffer(tensor.pin_memory() if self.pinned else tensor)
+        except RuntimeError as error:
+            self._not_locked(error)
+            return Buffer(tensor)
+
+    def _not_locked(self, error: RuntimeError) -> None:
+        if not self._told_of_locking:
+            said = "snapshots can't be page-locked, and copies from the GPU take longer: %s"
+            log.warning(said, one_line(error))
+        self._told_of_locking = True
 
     def give_back(self, buffers: Iterable[Buffer], sizes: set[int]) -> None:
         """They may be taken again. ``sizes``: in use; others are freed, if there are any."""
@@ -108,7 +130,7 @@ class HostMemory:
             with self._lock:
                 self.bytes_allocated -= buffer.capacity.numel()
             if buffer.keeper is not None:
-                if self.pinned:
+                if buffer.locked:
                     unpin(buffer.capacity)
                 self.tell(buffer, Free(buffer.path))
 

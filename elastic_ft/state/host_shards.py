@@ -30,12 +30,14 @@ class Buffer:
         keeper: whose memory it is; None: this process's own.
         path: under which the keeper knows it.
         whole: all of the buffer, if ``memory`` is but its beginning.
+        locked: the keeper's memory is page-locked by this process.
     """
 
     memory: torch.Tensor
     keeper: KeeperClient | None = None
     path: str = ""
     whole: torch.Tensor | None = None
+    locked: bool = False
 
     @property
     def capacity(self) -> torch.Tensor:

@@ -250,3 +250,29 @@ def test_page_locked_memory_is_used_again_by_smaller_shards(
     left = LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
     data = left.read([("a", Box((1, 1), (2, 2)))])
     assert np.frombuffer(data[:16], np.float32).tolist() == [4, 5, 7, 8]
+
+
+def test_memory_that_cant_be_page_locked_is_used_all_the_same(
+    desk: Desk,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without a GPU torch locks none of its own either."""
+
+    def refuse(memory: torch.Tensor) -> None:
+        raise RuntimeError("cudaHostRegister: error 2")
+
+    unlocked: list[torch.Tensor] = []
+    monkeypatch.setattr(host_memory, "pin", refuse)
+    monkeypatch.setattr(host_memory, "unpin", unlocked.append)
+    memory = HostMemory(True, lambda why: None)
+    own = memory.take(64)
+    memory.use(KeeperClient(keeper, desk.server.key, "w0"))
+    kept = memory.take(64)
+    assert (own.keeper, kept.keeper is None) == (None, False)
+    memory.let_go([own, kept])
+    assert unlocked == [], "what is not locked is not unlocked: CUDA would call it an error"
+    (told,) = caplog.messages
+    assert told.startswith("snapshots can't be page-locked")
+    memory.close()
