@@ -26,7 +26,6 @@ from elastic_ft.observe.startup import Startup
 from elastic_ft.transport.control import NodeHealth
 
 log = logging.getLogger(__name__)
-FLAT = frozenset({ev.StepApplied, ev.StepHeld})  # by the thousand: no deep copy of them
 
 
 class Numbering(Protocol):
@@ -84,8 +83,7 @@ class Observer:
         step's, told by the first of its workers, stay where its line may have to be made up.
         """
         self._unshown += 1
-        fields = fields_of(event) if type(event) in FLAT else asdict(event)
-        line = {"type": type(event).__name__, "told_at_s": now_s, **fields}
+        line = {"type": type(event).__name__, "told_at_s": now_s, **fields_of(event)}
         if not (self.is_adoptable and isinstance(event, ev.StepApplied) and is_first(event, state)):
             line.pop("metrics", None)
         self._folder.record_inbox(line | self._numbered(said))

@@ -7,9 +7,11 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from elastic_ft.core.typed import fields_of
 from elastic_ft.observe.run_reader import read_lines
 
 PRIVATE = ("job.yaml", "inbox.jsonl")
@@ -70,9 +72,10 @@ def sync(path: Path) -> None:
 
 
 def line_of(values: dict[str, Any]) -> str:
-    """One line of JSON, which has no NaN and no infinities: they are null."""
+    """One line of JSON, which has no NaN and no infinities: they are null. Data classes are their
+    fields by name."""
     try:
-        return json.dumps(values, allow_nan=False) + "\n"
+        return json.dumps(values, default=fields_of, allow_nan=False) + "\n"
     except ValueError:
         return json.dumps(finite(values), allow_nan=False) + "\n"
 
@@ -84,7 +87,7 @@ def finite(value: Any) -> Any:
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
-    return value
+    return finite(fields_of(value)) if is_dataclass(value) else value
 
 
 def open_to_append(path: Path) -> BinaryIO:

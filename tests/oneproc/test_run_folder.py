@@ -17,10 +17,11 @@ from uuid import uuid4
 import pytest
 
 from elastic_ft.controller.controller import Controller
+from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.errors import StoreFailed, Superseded
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe import alive, handover, run_folder, stop_request
-from elastic_ft.observe.files import ASIDE_MAX
+from elastic_ft.observe.files import ASIDE_MAX, line_of
 from elastic_ft.observe.inbox_file import SNAPSHOT_LINES
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import owners
@@ -431,3 +432,10 @@ def test_controllers_that_follow_on_each_other_soon_make_snapshots(tmp_path: Pat
             folder.record_inbox({"type": "A", "said": '{"type": "Snapshot"'})
         folder.close()
     assert [n for n, is_due in enumerate(told) if is_due] == [SNAPSHOT_LINES]
+
+
+def test_data_classes_are_their_fields_in_a_line() -> None:
+    """As deep as they lie; what JSON has no number for is null."""
+    line = {"refs": ({"ref": CheckpointRef(4, "file:///x", 2)},), "loss": math.nan}
+    said = {"refs": [{"ref": {"step": 4, "url": "file:///x", "generation": 2}}], "loss": None}
+    assert json.loads(line_of(line)) == said
