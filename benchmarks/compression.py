@@ -98,7 +98,7 @@ def train(groups: Groups, job: Job) -> tuple[list[float], float]:
     engine.initialise()
     engine.restored()
     order, batch = DataOrder(job.seed, len(data.train)), job.batch
-    mine = deal(batch.micro_batches, WORLD)[groups.rank]
+    mine = deal(batch.micro_batches, dist.get_world_size())[groups.rank]
     losses, sent = [], Sent()
     for step in range(1, job.steps + 1):
         dealt = step_batch(order, step, batch.global_batch_size, batch.micro_batch_size, mine)

@@ -42,8 +42,10 @@ CASES: list[tuple[str, int, int, int, dict[str, Any]]] = [
         ("T=8k", 512, 8192, 1, {"loss_chunk_tokens": CHUNK, "activation_checkpointing": again})
         for again in (False, "selective", True)
     ),
+    ("T=32k", 512, 32_768, 1, {"loss_chunk_tokens": CHUNK}),
     *(
-        ("T=8k", 512, 8192, cp, {"loss_chunk_tokens": CHUNK, "cp": cp, "cp_method": method})
+        (name, 512, length, cp, {"loss_chunk_tokens": CHUNK, "cp": cp, "cp_method": method})
+        for name, length in (("T=8k", 8192), ("T=32k", 32_768))
         for cp in (2, 4)
         for method in ("all_gather", "ulysses")
     ),

@@ -57,6 +57,7 @@ from elastic_ft.models.describe import describe_job
 
 VOCABULARY, MICRO_BATCHES, STEPS = 4096, 2, 3
 DEADLINE_S = 1800.0
+MEET_S = 120.0  # a loaded machine starts processes one after the other
 DROPPING_S = 0.002  # that Gloo's threads have to let go of what a collective was given
 Sections = dict[str, dict[str, Any]]
 
@@ -306,7 +307,8 @@ def _rank(
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, buddies, "benchmark")
-    groups = Groups(dict(shares(assignment))[f"w{rank}"], members[rank], ("127.0.0.1", port))
+    share, store = dict(shares(assignment))[f"w{rank}"], ("127.0.0.1", port)
+    groups = Groups(share, members[rank], store, meet_timeout_s=MEET_S)
     try:
         groups.form(torch.device("cpu"), DEADLINE_S)
         results.put((rank, take(groups, job, micro_batches), ""))

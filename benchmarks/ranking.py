@@ -6,7 +6,9 @@ All choices for one number of ranks are measured in turns, round by round, in th
 which form anew for each: what slows the machine meets all alike. A pair's ratio is the median over
 rounds of the ratio of the medians of a round's steps. The planner is calibrated as a running job
 would: by the steps of DDP, which give the rate of devices, and by the time that Gloo takes to sum
-a little and a lot. No other choice's time goes into what is predicted.
+a little and a lot. What it takes to launch a layer is the difference between DDP's steps of a few
+and of many layers with next to nothing to compute. No other choice's time goes into what is
+predicted.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ from elastic_ft.models.describe import describe_job
 VOCABULARY, LENGTH, GLOBAL_BATCH, WARM_UP = 4096, 128, 8, 1
 PRESET = "decoder-4m"
 KWARGS = {"n_kv_heads": 2}
-DEADLINE_S, OPERATION_S = 900.0, 120.0
+DEADLINE_S, OPERATION_S = 1800.0, 120.0
 LITTLE, LOT, TIMES = 8, 1 << 20, 10  # numbers summed, and how often
+FEW, MANY = 2, 10  # layers that are next to nothing
+TINY, TINY_LENGTH = {"dim": 24, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64}, 8
 DDP, FSDP, TP, PP = Layout(2), Layout(1, 2), Layout(tp=2), Layout(pp=2)
 DDP4, FSDP4, HSDP = Layout(4), Layout(1, 4), Layout(2, 2)
 CPU = torch.device("cpu")
@@ -79,15 +83,15 @@ PAIRS = [
 CALIBRATING = {layout.world_size: Run(layout) for layout in (DDP, DDP4)}
 
 
-def job_of(run: Run) -> Job:
+def job_of(run: Run, model: dict[str, int] = KWARGS, length: int = LENGTH) -> Job:
     layout = run.layout
     strategy = "fsdp" if layout.dp_replicate == 1 else "hsdp" if layout.dp_shard > 1 else "ddp"
     batch = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": run.micro_batch}
     values: dict[str, Any] = {
         "name": "ranking",
         "steps": 1000,
-        "model": {"preset": PRESET, "kwargs": KWARGS},
-        "data": {"url": "stdlib:", "vocab_size": VOCABULARY, "sequence_length": LENGTH},
+        "model": {"preset": PRESET, "kwargs": model},
+        "data": {"url": "stdlib:", "vocab_size": VOCABULARY, "sequence_length": length},
         "batch": batch,
         "parallel": {"strategy": strategy, "activation_checkpointing": run.recompute},
     }
@@ -102,14 +106,14 @@ def runs_of(world: int) -> list[Run]:
 # ------------------------------------------------------------------------------ on the ranks
 
 
-def steps_s(groups: Groups, run: Run, steps: int) -> list[float]:
+def steps_s(groups: Groups, run: Run, steps: int, job: Job) -> list[float]:
     """Of one choice, in groups that have formed."""
-    job = job_of(run)
+    length = job.data.sequence_length
     engine = NativeEngine(
         job,
-        lambda: build_model(job.model, vocab_size=VOCABULARY, sequence_length=LENGTH),
+        lambda: build_model(job.model, vocab_size=VOCABULARY, sequence_length=length),
         CPU,
-        LENGTH,
+        length,
     )
     engine.prepare()
     engine.attach(groups)
@@ -117,7 +121,7 @@ def steps_s(groups: Groups, run: Run, steps: int) -> list[float]:
     count = GLOBAL_BATCH // run.micro_batch // run.layout.data_parallel_size
     if run.layout.has_stages:
         count = micro_batches_to_run(count, run.layout.pipeline_size, job.parallel.schedule)
-    tokens = torch.zeros(run.micro_batch, LENGTH + 1, dtype=torch.int64)
+    tokens = torch.zeros(run.micro_batch, length + 1, dtype=torch.int64)
     batches = [MicroBatch(number, {"tokens": tokens}) for number in range(count)]
     found = []
     for step in range(1, WARM_UP + steps + 1):
@@ -126,11 +130,21 @@ def steps_s(groups: Groups, run: Run, steps: int) -> list[float]:
         engine.run_batch(step, batches, lambda *point: None)
         squares = torch.tensor(engine.square_norm(), dtype=torch.float64)
         dist.all_reduce(squares)
-        engine.apply(step, GLOBAL_BATCH * LENGTH, float(squares), lambda *point: None)
+        engine.apply(step, GLOBAL_BATCH * length, float(squares), lambda *point: None)
         dist.barrier()
         found.append(time.perf_counter() - began)
     engine.detach()
     return found[WARM_UP:]
+
+
+def layer_s(groups: Groups, run: Run, steps: int) -> float:
+    """Seconds of a layer's forward that has next to nothing to compute."""
+    few_s, many_s = (
+        median(steps_s(groups, run, steps, job_of(run, {**TINY, "n_layers": layers}, TINY_LENGTH)))
+        for layers in (FEW, MANY)
+    )
+    micro_batches = GLOBAL_BATCH // run.micro_batch // run.layout.data_parallel_size
+    return max(0.0, many_s - few_s) / (MANY - FEW) / micro_batches / 3  # backward is as two
 
 
 def sums_s() -> tuple[float, float]:
@@ -152,7 +166,7 @@ def _rank(rank: int, world: int, ports: Sequence[int], steps: int, results: Any)
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     buddies = tuple(((r + 1) % world,) for r in range(world))
     found: list[dict[str, list[float]]] = []
-    sums = []
+    calibrating = []
     remaining = iter(ports)
     try:
         while len(found) * len(runs_of(world)) < len(ports):
@@ -162,21 +176,22 @@ def _rank(rank: int, world: int, ports: Sequence[int], steps: int, results: Any)
                     1, members, (), run.layout, Source(0, Tier.INITIAL), buddies, "benchmark"
                 )
                 share, port = dict(shares(assignment))[f"w{rank}"], next(remaining)
-                groups = Groups(share, members[rank], ("127.0.0.1", port))
+                store = "127.0.0.1", port
+                groups = Groups(share, members[rank], store, meet_timeout_s=OPERATION_S)
                 groups.form(CPU, OPERATION_S)
-                found[-1][str(run)] = steps_s(groups, run, steps)
+                found[-1][str(run)] = steps_s(groups, run, steps, job_of(run))
                 if run == CALIBRATING[world]:
-                    sums.append(sums_s())
+                    calibrating.append((*sums_s(), layer_s(groups, run, steps)))
                 groups.barrier("done")
                 groups.teardown()
-        results.put((rank, found, sums, ""))
+        results.put((rank, found, calibrating, ""))
     except BaseException:
-        results.put((rank, found, sums, traceback.format_exc()))
+        results.put((rank, found, calibrating, traceback.format_exc()))
         raise
 
 
 def measure(world: int, rounds: int, steps: int) -> tuple[list[dict[str, list[float]]], Any]:
-    """By round, the seconds of each choice's steps on rank 0; and those of sums."""
+    """By round, the seconds of each choice's steps on rank 0; and those of two sums and a layer."""
     count = rounds * len(runs_of(world))
     stores = [
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(count)
@@ -204,9 +219,9 @@ def measure(world: int, rounds: int, steps: int) -> tuple[list[dict[str, list[fl
 # ------------------------------------------------------------------------------ as planned
 
 
-def devices_of(world: int, rounds: list[dict[str, list[float]]], sums: Any) -> Devices:
+def devices_of(world: int, rounds: list[dict[str, list[float]]], calibrating: Any) -> Devices:
     """As the steps of DDP and Gloo's sums say."""
-    little_s, lot_s = (median(times) for times in zip(*sums, strict=True))
+    little_s, lot_s, launched_s = (median(times) for times in zip(*calibrating, strict=True))
     latency_s = little_s / (2 * (world - 1))  # a ring's scatter and gather
     nbytes = 2 * LOT * 4 * (world - 1) / world
     rate = nbytes / max(lot_s - little_s, 1e-6)
@@ -216,6 +231,7 @@ def devices_of(world: int, rounds: list[dict[str, list[float]]], sums: Any) -> D
         flops_per_s=1e10,
         intra_bytes_per_s=rate,
         latency_s=latency_s,
+        layer_s=launched_s,
         fused=False,
         overlaps=False,
     )
@@ -244,8 +260,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     found, lines, right = {}, [], 0
     for world in CALIBRATING:
-        rounds, sums = measure(world, arguments.rounds, arguments.steps)
-        found[world] = rounds, devices_of(world, rounds, sums)
+        rounds, calibrating = measure(world, arguments.rounds, arguments.steps)
+        found[world] = rounds, devices_of(world, rounds, calibrating)
     for pair in PAIRS:
         rounds, there = found[pair[0].layout.world_size]
         ratio = median(

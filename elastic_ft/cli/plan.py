@@ -30,7 +30,7 @@ from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout
 from elastic_ft.core.layouts.moved import Previous
 from elastic_ft.core.layouts.plan_words import gb
 from elastic_ft.core.layouts.planner import Limits, allowed, best, plans
-from elastic_ft.core.layouts.work import Devices, Recompute, Work
+from elastic_ft.core.layouts.work import Devices, Work
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_reader import RunReader
 
@@ -87,14 +87,13 @@ def plan(
     """
     job = load_job(job_file)
     there = parse_devices(devices, flops, intra, inter)
-    work, can, recompute = _describe(job)
+    work, can, engines = _describe(job, there.count)
     measured = None if run is None else measure(job, work, there, run)
     if measured is not None:
         there = as_measured(there, measured.flops_per_s, measured.links)
         if measured.waited_s is not None:  # that is measured on CPUs alone
             there = on_cpus(there)
-    limits = replace(allowed(work.model, there.count, can), recompute=recompute)
-    limits = _limits(job, limits, can, max_tp, max_pp)
+    limits = _limits(job, engines, can, max_tp, max_pp)
     try:
         ranked = plans(work, there, limits, top=top)
     except NoLayout as error:
@@ -161,14 +160,19 @@ def parse_devices(text: str, flops: float, intra: float, inter: float) -> Device
         raise ConfigError(f"--devices: {error}, found {text!r}") from None
 
 
-def _describe(job: Job) -> tuple[Work, Callable[[LayoutWish], bool], tuple[Recompute, ...]]:
-    """And what the engine can do with the job's model: the question that ``auto`` asks."""
-    from elastic_ft.controller.planning import engine_of, recomputes_of
+def _describe(job: Job, most: int) -> tuple[Work, Callable[[LayoutWish], bool], Limits]:
+    """And what the engine can do with the job's model on up to ``most`` ranks: the question that
+    ``auto`` asks."""
+    from elastic_ft.controller.planning import engine_of, may_offload, recomputes_of
     from elastic_ft.engines.pretrained import with_model_read
     from elastic_ft.models.describe import describe_job
 
     job, _ = with_model_read(job)
-    return describe_job(job), engine_of(job), recomputes_of(job)
+    work, can = describe_job(job), engine_of(job)
+    engines = replace(
+        allowed(work.model, most, can), recompute=recomputes_of(job), may_offload=may_offload(job)
+    )
+    return work, can, engines
 
 
 def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:

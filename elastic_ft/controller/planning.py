@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from elastic_ft.config import Job, ParallelConfig
+from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import LayoutWish
 from elastic_ft.core.layouts.planner import Planning, allowed
 from elastic_ft.core.layouts.work import RECOMPUTES, Devices, Recompute
@@ -41,6 +41,7 @@ def planning_of(job: Job) -> Planning:
         micro_batches=(job.batch.micro_batch_size,),
         recompute=(job.parallel.activation_checkpointing,),
         schedules=(job.parallel.schedule,),
+        may_offload=may_offload(job),
     )
     memory_bytes = None if device.memory_gb is None else device.memory_gb * 1e9
     devices = Devices(
@@ -102,14 +103,27 @@ def recomputes_of(job: Job) -> tuple[Recompute, ...]:
     return tuple(found)
 
 
+def may_offload(job: Job) -> bool:
+    """Whether a job file could put the optimizer in host memory, beside all else that it has."""
+    with suppress(ConfigError):
+        engine_of(_with(job, "optimizer", {"offload": "cpu"}))
+        return True
+    return False
+
+
 def _asking(job: Job, **parallel: Any) -> Job:
-    """The job of a file that says so of ``parallel``. Raises ConfigError."""
-    given = {key: getattr(job.parallel, key) for key in job.parallel.model_fields_set} | parallel
+    return _with(job, "parallel", parallel)
+
+
+def _with(job: Job, name: str, more: dict[str, Any]) -> Job:
+    """The job of a file that says so in a section. Raises ConfigError."""
+    section = getattr(job, name)
+    given = {key: getattr(section, key) for key in section.model_fields_set} | more
     sections = {key: getattr(job, key) for key in job.model_fields_set}
     try:
-        return Job.model_validate(sections | {"parallel": ParallelConfig.model_validate(given)})
+        return Job.model_validate(sections | {name: type(section).model_validate(given)})
     except ValidationError as error:
-        raise ConfigError(f"parallel: {error}") from None
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _on_gpus(job: Job) -> bool:

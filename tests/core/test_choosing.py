@@ -11,6 +11,7 @@ from elastic_ft.core.layouts.layout import Layout, divisors
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seats_on_nodes
 from elastic_ft.core.layouts.memory_costs import memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
+from elastic_ft.core.layouts.plan_words import gb
 from elastic_ft.core.layouts.planner import CHUNKS, Limits, best, plans
 from elastic_ft.core.layouts.time_costs import Interconnect, step_time
 from elastic_ft.core.layouts.work import (
@@ -105,6 +106,24 @@ def test_nothing_fits_says_what_is_needed() -> None:
         best(Work(SEVEN_B, 64), devices(2, memory_gb=8))
     with pytest.raises(NoLayout, match="makes no micro-batch of"):
         best(Work(SMALL, 4), devices(2), Limits(micro_batches=(8,)))
+
+
+def test_what_would_fit_with_the_optimizer_in_host_memory_is_said_where_a_job_may_ask() -> None:
+    """Said and not chosen: where it is, a job's file says."""
+    work, there = Work(SEVEN_B, 64), devices(2, memory_gb=48)
+    with pytest.raises(NoLayout, match=r"beside what is reserved$"):
+        best(work, there)
+    may = Limits(may_offload=True)
+    with pytest.raises(
+        NoLayout, match=r"reserved; with optimizer\.offload: cpu ddp1-tp2, "
+    ) as refused:
+        best(work, there, may)
+    plan = best(replace(work, offloads_optimizer=True), there, may)
+    assert f"takes {gb(plan.host_bytes)} of host memory a device" in str(refused.value)
+    with pytest.raises(NoLayout, match=r"beside what is reserved$"):
+        best(work, devices(2, memory_gb=8), may)  # nor with it
+    with pytest.raises(NoLayout, match=r"beside what is reserved$"):
+        best(replace(work, offloads_optimizer=True), devices(2, memory_gb=8), may)
 
 
 def test_limits_are_kept() -> None:

@@ -11,7 +11,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.memory_costs import memory
 from elastic_ft.core.layouts.planner import CHUNKS
 from elastic_ft.core.layouts.rank_memory import rank_layers
-from elastic_ft.core.layouts.time_costs import Interconnect, step_time
+from elastic_ft.core.layouts.time_costs import FRESH_BYTES_PER_S, Interconnect, step_time
 from elastic_ft.core.layouts.work import RECOMPUTES, Choice, Recompute, Work, stage_layers
 from tests.core.shapes import SCHEDULES, SEVEN_B, SMALL, decoder, devices, with_experts
 
@@ -202,6 +202,48 @@ def test_what_is_sent_once_a_step_costs_no_more_for_more_micro_batches() -> None
     assert dp_s(sharded, 4, **once) == pytest.approx(dp_s(sharded, 1, **once), rel=1e-3)
     inside_s = dp_s(Layout(dp_shard=2), 8)  # as many micro-batches of one replica alone
     assert dp_s(hybrid, 4) - dp_s(hybrid, 1) == pytest.approx(3 / 64 * inside_s, rel=1e-3)
+
+
+def test_gloo_sums_where_others_scatter() -> None:
+    """And hides nothing: a micro-batch's two gathers are half of what it waits for."""
+    slow = {"intra_bytes_per_s": 1e8, "flops_per_s": 1e18, "latency_s": 0.0, "layer_s": 0.0}
+    work, choice = Work(SMALL, 4, compute_bytes=4), Choice(Layout(dp_shard=2), 1)
+    there = [devices(2, overlaps=overlaps, **slow) for overlaps in (True, False)]
+    gpu, gloo = (step_time(work, choice, Interconnect.of(each, (2,))).dp for each in there)
+    assert gloo == pytest.approx(gpu * 4 / 3, rel=1e-3)
+
+
+def test_tensor_parallel_ranks_send_at_the_ends_of_a_model_too() -> None:
+    """Eight messages a layer, four of embedding and projection, two sums of the loss."""
+    there = devices(2, intra_bytes_per_s=1e18, latency_s=1.0)
+    work, links = Work(SMALL, 4), Interconnect.of(there, (2,))
+    times = step_time(work, Choice(Layout(tp=2), 1), links)
+    assert times.tp == pytest.approx(4 * (8 * SMALL.layers + 4 + 2 * 2))
+
+
+def test_launching_takes_its_time_beside_computing_on_cpus() -> None:
+    """On GPUs it is the least that a layer takes. Of cut layers it is many times as much."""
+    work = Work(SMALL, 8)
+
+    def compute_s(layout: Layout, micro_batch: int, layer_s: float, overlaps: bool) -> float:
+        there = devices(2, flops_per_s=1e12, layer_s=layer_s, overlaps=overlaps)
+        choice = Choice(layout, micro_batch)
+        return step_time(work, choice, Interconnect.of(there, (layout.world_size,))).compute
+
+    one, cut = Layout(), Layout(tp=2)
+    assert compute_s(one, 1, 1e-6, True) == compute_s(one, 1, 0.0, True)
+    for micro_batch in (1, 4):
+        more_s = compute_s(one, micro_batch, 1e-3, False) - compute_s(one, micro_batch, 0.0, False)
+        assert more_s == pytest.approx(3 * SMALL.layers * 1e-3 * 8 / micro_batch)
+        cut_s = compute_s(cut, micro_batch, 1e-3, False) - compute_s(cut, micro_batch, 0.0, False)
+        assert cut_s > 10 * more_s
+
+
+def test_cpus_make_gradients_in_new_memory_with_each_micro_batch() -> None:
+    work, there = Work(SMALL, 8, compute_bytes=4), devices(2, layer_s=0.0, overlaps=False)
+    links = Interconnect.of(there, (1,))
+    eight, two = (step_time(work, Choice(Layout(), n), links).compute for n in (1, 4))
+    assert eight - two == pytest.approx(6 * 4 * SMALL.parameters / FRESH_BYTES_PER_S)
 
 
 def test_what_is_kept_whole_takes_its_memory() -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ft.config import OptimizerConfig
+from elastic_ft.config import ModelConfig, OptimizerConfig
 from elastic_ft.engines.muon import MATRIX, RMS, MuonWithAdamW, is_inner_matrix, newton_schulz
 from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.errors import ConfigError
+from elastic_ft.models import build_model
 from tests.multiproc.harness import make_job
 
 LR, DECAY = 0.02, 0.1
@@ -115,3 +116,31 @@ def test_what_is_refused() -> None:
             OptimizerConfig(name="muon", kwargs={"momentum": 1.0}),
             {"a": nn.Parameter(torch.zeros(2, 2))},
         )
+
+
+def test_each_parameter_of_a_decoder_steps_as_torchs_optimizers_do() -> None:
+    """Muon's, of the same matrices, and AdamW, of embedding, projection and vectors: to the
+    rounding of torch's iterations, which are in bfloat16, and the others exactly."""
+    sizes = {"n_layers": 2, "dim": 24, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64}
+    config = ModelConfig(preset="decoder-1m", kwargs=sizes)
+    model = build_model(config, vocab_size=64, sequence_length=8)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    theirs = {name: nn.Parameter(p.clone()) for name, p in start.items()}
+    inner = {name for name in theirs if name.startswith("layers.") and theirs[name].dim() == 2}
+    said = {"lr": LR, "weight_decay": DECAY}
+    ours = make_optimizer(OptimizerConfig(name="muon", **said), dict(model.named_parameters()))
+    matrices = [theirs[name] for name in inner]
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **said)
+    others = {name: p for name, p in theirs.items() if name not in inner}
+    adamw = make_optimizer(OptimizerConfig(**said), others)
+    for step in range(5):
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            for each in (parameter, theirs[name]):
+                each.grad = drawn(*parameter.shape, seed=100 * step + number)
+        for optimizer in (ours, muon, adamw):
+            optimizer.step()
+    assert {p.shape[0] > p.shape[1] for n, p in start.items() if n in inner} == {True, False}
+    for name, parameter in model.named_parameters():
+        moved = (start[name] - theirs[name].detach()).norm()
+        differs = (parameter - theirs[name]).norm() / moved
+        assert differs < (0.03 if name in inner else 1e-7), name

@@ -12,7 +12,7 @@ import torch
 
 from elastic_ft.cli.check_model import check_model_and_data
 from elastic_ft.config import Job, parse_job
-from elastic_ft.controller.planning import engine_of, planning_of, recomputes_of
+from elastic_ft.controller.planning import engine_of, may_offload, planning_of, recomputes_of
 from elastic_ft.core.layouts.layout import WISHES, Layout, LayoutWish, plan_layout
 from elastic_ft.core.layouts.layout_plan import NoLayout
 from elastic_ft.core.layouts.planner import plans
@@ -221,3 +221,18 @@ def test_amsgrad_keeps_a_third_moment() -> None:
     job = job_of(optimizer={"name": "adamw", "kwargs": {"amsgrad": True}})
     assert describe_job(job).optimizer_bytes == 12
     assert describe_job(job_of()).optimizer_bytes == 8
+
+
+@pytest.mark.parametrize(
+    ("more", "may"),
+    [
+        ({}, True),
+        ({"optimizer": {"name": "muon"}}, False),
+        ({"parallel": {"engine": "deepspeed", "zero_stage": 1}}, False),
+        ({"comm": {"compress_replicas": "int8"}, "parallel": {"strategy": "ddp"}}, False),
+    ],
+)
+def test_an_optimizer_in_host_memory_is_offered_to_jobs_that_may_have_it(
+    more: dict[str, Any], may: bool
+) -> None:
+    assert may_offload(job_of(**more)) is may

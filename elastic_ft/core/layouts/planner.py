@@ -54,6 +54,7 @@ class Limits:
     apart: tuple[tuple[str, str], ...] = (("tp", "ep"), ("pp", "ep"))  # of WISHES: not together
     world_min: int = 1
     multiple_of: int = 1  # of the world
+    may_offload: bool = False  # the job's file might put its optimizer in host memory
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -103,7 +104,7 @@ def plans(
     search = _Search(work, devices, limits or Limits())
     search.run()
     if not search.found:
-        raise NoLayout(search.refusal())
+        raise NoLayout(search.refusal() + _with_offload(work, devices, search.limits))
     ordered = sorted(search.found.values(), key=lambda plan: plan.time.total)
     fastest = ordered[0]
     near = [plan for plan in ordered if plan.time.total <= NEAR * fastest.time.total][:NEAR_MAX]
@@ -118,6 +119,22 @@ def plans(
     explained = why(ranked[0], fastest, work, *there)
     first = replace(ranked[0], why=tuple(explained))
     return (first, *(replace(p, why=(compared(p, first),)) for p in ranked[1:]))
+
+
+def _with_offload(work: Work, devices: Devices, limits: Limits) -> str:
+    """What to say of a job that would fit with its optimizer in host memory. It is the user's to
+    ask for: how much of that there is beside snapshots nobody here knows."""
+    if not limits.may_offload or work.offloads_optimizer:
+        return ""
+    search = _Search(replace(work, offloads_optimizer=True), devices, limits)
+    search.run()
+    if not search.found:
+        return ""
+    plan = min(search.found.values(), key=lambda plan: plan.time.total)
+    return (
+        f"; with optimizer.offload: cpu {describe(plan.choice)} fits and takes "
+        f"{gb(plan.host_bytes)} of host memory a device"
+    )
 
 
 def _preference(plan: LayoutPlan) -> tuple[bool, int, int, int, float, str]:

@@ -3,6 +3,13 @@
 After Narayanan et al., 2021 (pipeline bubbles, tensor parallelism), Qi et al., 2023 (zero-bubble)
 and ring collectives over two kinds of links. Ranks are placed row-major over (pp, dp_replicate,
 dp_shard, cp, tp), as in ``core.layouts.layout``.
+
+What a micro-batch takes however small it is decides between sizes of it, and on CPUs between
+layouts. The host launches each layer's kernels: a GPU computes meanwhile, so that this is the least
+that a layer takes; a CPU launches and computes in turn, so that both count. Where ranks share
+layers each operator is DTensor's, whose dispatch is Python: CUT_LAUNCHES times as much. And on CPUs
+what is as large as the weights (gradients; FSDP's buffers) is in memory that malloc maps anew each
+time, page by page.
 """
 
 from __future__ import annotations
@@ -21,6 +28,10 @@ from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Recompute,
 AGAIN: dict[Recompute, float] = {False: 0.0, "selective": 0.15, True: 1.0}
 SENT_AGAIN: dict[Recompute, float] = {False: 0.0, "selective": 0.5, True: 1.0}
 CONTENTION = 0.15  # of communication that computation hides: what it slows that computation by
+# Measured, torch 2.13, of layers with next to nothing to compute: 16 ms of a processor's time with
+# tensor and sequence parallelism, forward and backward and without collectives, 0.8 ms without.
+CUT_LAUNCHES = 20.0
+FRESH_BYTES_PER_S = 2.5e9  # that a core can use of memory that is mapped anew; measured
 
 
 class StepTime(NamedTuple):
@@ -67,8 +78,8 @@ class Interconnect:
         return Interconnect(devices, len(filled), sum(filled) // len(filled), gcd(*filled))
 
     def ring(self, nbytes: float, size: int, stride: int) -> float:
-        """Seconds of an all-gather (or reduce-scatter) of ``nbytes`` in total, over ``size`` ranks
-        that are ``stride`` apart. Rings inside a node share the work of going between nodes."""
+        """Seconds of an all-gather of ``nbytes`` in total, over ``size`` ranks that are
+        ``stride`` apart. Rings inside a node share the work of going between nodes."""
         if size == 1:
             return 0.0
         devices = self.devices
@@ -80,6 +91,11 @@ class Interconnect:
         nodes = ceil(size / on_node)
         between_s = nbytes * (nodes - 1) / nodes / (on_node * devices.inter_bytes_per_s)
         return max(inside_s, between_s) + latency_s
+
+    def scatter(self, nbytes: float, size: int, stride: int) -> float:
+        """Seconds of a reduce-scatter. Gloo has none: it sums a copy of all on each rank, which is
+        a reduce-scatter and an all-gather (ProcessGroupGloo's reduce_scatter_tensor_coalesced)."""
+        return self.ring(nbytes, size, stride) * (1 if self.devices.overlaps else 2)
 
     def swap(self, nbytes: float, size: int, stride: int) -> float:
         """Seconds of an all-to-all in which each of ``size`` ranks, ``stride`` apart, has
@@ -108,9 +124,7 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     """Returns the time of one step, by its slowest pipeline stage."""
     model, layout, devices = work.model, choice.layout, links.devices
     layers, count = rank_layers(work, choice), choice.micro_batches(work)
-    rate = devices.flops_per_s * layout.tp * layout.cp  # chunks are dealt so that all have as much
-    block_s = max(_block_flops(model, layout.ep) * choice.micro_batch / rate, devices.layer_s)
-    output_s = model.output_flops * choice.micro_batch / rate
+    block_s, output_s = _forward_s(model, choice, devices)
     stage = max(
         (0, layers.index(max(layers)), len(layers) - 1),
         key=lambda s: layers[s] * block_s + (s == choice.output_rank) * output_s,
@@ -118,10 +132,11 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     blocks_s = layers[stage] * block_s
     forward_s = blocks_s + (stage == choice.output_rank) * output_s
     again_s = blocks_s * AGAIN[choice.recompute]
-    # One all-gather and one reduce-scatter around each half of a layer (sequence parallelism).
+    fresh_s = _fresh_s(work, choice, devices)
     tokens = choice.micro_batch * model.sequence_length
     hidden = tokens / layout.cp * model.dim * work.compute_bytes
-    tp_s = 4 * layers[stage] * links.ring(hidden, layout.tp, 1)
+    layer_tp_s, ends_tp_s = _tensor_s(work, choice, links, stage)
+    tp_s = layers[stage] * layer_tp_s
     kv_s, cp_again_s = (layers[stage] * each for each in _attention_s(work, choice, links))
     # Tokens go to experts and back; gradients the same way.
     rows = hidden / layout.tp * model.experts_per_token
@@ -130,22 +145,60 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     pp_s = 2 * links.send(hidden / layout.tp) * choice.chunks
     pp_s *= layout.pp > 1
     tp_again = SENT_AGAIN[choice.recompute]
-    backward_s = 2 * forward_s + again_s + (1 + tp_again) * tp_s + cp_again_s + ep_again_s
+    backward_s = 2 * forward_s + fresh_s + again_s
+    backward_s += (1 + tp_again) * tp_s + ends_tp_s + cp_again_s + ep_again_s
     offload_s = _offload_s(work, choice, layers[stage], devices)
-    sent_s = tp_s + kv_s + ep_s
+    sent_s = tp_s + ends_tp_s + kv_s + ep_s
     slot_s = forward_s + sent_s + backward_s + pp_s + offload_s
     dp_s = _data_parallel_s(work, choice, links, forward_s + sent_s, backward_s, count)
     return StepTime(
-        compute=3 * forward_s * count,
+        compute=(3 * forward_s + fresh_s) * count,
         recompute=again_s * count,
         offload=offload_s * count + _optimizer_s(work, choice, devices),
-        tp=(2 + tp_again) * tp_s * count,
+        tp=((2 + tp_again) * tp_s + 2 * ends_tp_s) * count,
         cp=(kv_s + cp_again_s) * count,
         ep=(ep_s + ep_again_s) * count,
         pp=pp_s * count,
         dp=dp_s,
         bubble=_bubble_s(choice, slot_s, forward_s),
     )
+
+
+def _forward_s(model: ModelShape, choice: Choice, devices: Devices) -> tuple[float, float]:
+    """Seconds of a layer, and of the projection to the vocabulary."""
+    layout = choice.layout
+    rate = devices.flops_per_s * layout.tp * layout.cp  # chunks are dealt so that all have as much
+    block_s = _block_flops(model, layout.ep) * choice.micro_batch / rate
+    launch_s = devices.layer_s * (CUT_LAUNCHES if layout.tp > 1 else 1)
+    block_s = max(block_s, launch_s) if devices.overlaps else block_s + launch_s
+    return block_s, model.output_flops * choice.micro_batch / rate
+
+
+def _fresh_s(work: Work, choice: Choice, devices: Devices) -> float:
+    """Seconds of a micro-batch in which a CPU makes new memory usable: for gradients; with FSDP for
+    weights, gathered twice, and for gradients as they are copied to be reduced, and Gloo's copy."""
+    if devices.overlaps:
+        return 0.0
+    a, layout = work.compute_bytes, choice.layout
+    by_fsdp = layout.state_shards > 1 and layout.pp == 1
+    gathered = a * (0 if work.gathers_once else 2) * by_fsdp
+    reduced = work.gradient_bytes * (0 if work.reduces_once else 2) * by_fsdp
+    return sum(_widest_stage(work, choice)) * (a + gathered + reduced) / FRESH_BYTES_PER_S
+
+
+def _tensor_s(work: Work, choice: Choice, links: Interconnect, stage: int) -> tuple[float, float]:
+    """Seconds, each way, that a layer's ranks send (sequence parallelism: one all-gather and one
+    reduce-scatter around each half), and that those of a stage send outside layers: as much for the
+    embedding, and for the projection, by one each way; of the loss two sums of a number a token."""
+    layout = choice.layout
+    if layout.tp == 1:
+        return 0.0, 0.0
+    tokens = choice.micro_batch * work.model.sequence_length / layout.cp
+    hidden = tokens * work.model.dim * work.compute_bytes
+    both_s = links.ring(hidden, layout.tp, 1) + links.scatter(hidden, layout.tp, 1)
+    sums_s = 2 * 2 * links.ring(4 * tokens, layout.tp, 1)
+    is_last = stage == choice.output_rank
+    return 2 * both_s, ((stage == 0) * both_s + is_last * (both_s + sums_s)) / 2
 
 
 def _attention_s(work: Work, choice: Choice, links: Interconnect) -> tuple[float, float]:
@@ -161,7 +214,7 @@ def _attention_s(work: Work, choice: Choice, links: Interconnect) -> tuple[float
         swapped_s = sum(swaps)
         return swapped_s, swapped_s * (1 + (choice.recompute is True))
     kv = 2 * tokens * model.kv_dim / tp
-    kv_s, dkv_s = (links.ring(kv * nbytes, cp, tp) for nbytes in (a, 4))
+    kv_s, dkv_s = links.ring(kv * a, cp, tp), links.scatter(kv * 4, cp, tp)
     return kv_s, kv_s * (1 + bool(choice.recompute)) + dkv_s
 
 
@@ -237,9 +290,12 @@ def _data_parallel_s(
     if shards == 1:
         return _late(replicas_s, backward_s) + after_s
     gather_s, reduce_s = (
-        links.ring(own * nbytes, shards, stride)
-        + links.ring(experts * nbytes, layout.expert_shards, stride * layout.ep)
-        for nbytes in (work.gather_bytes, work.scatter_bytes)
+        collective(own * nbytes, shards, stride)
+        + collective(experts * nbytes, layout.expert_shards, stride * layout.ep)
+        for collective, nbytes in (
+            (links.ring, work.gather_bytes),
+            (links.scatter, work.scatter_bytes),
+        )
     )
     late = _late if links.devices.overlaps else _all_of
     if layout.pp > 1:

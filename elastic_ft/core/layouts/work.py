@@ -181,7 +181,7 @@ class Devices:
     latency_s: float = 10e-6  # of one message
     layer_s: float = 100e-6  # the least time of one layer's forward: launching its kernels
     fused: bool = True  # fused norms and a multi-tensor optimizer, as on GPUs
-    overlaps: bool = True  # FSDP sends while it computes, as on GPUs; on Gloo it waits
+    overlaps: bool = True  # computes while the host launches and FSDP sends: not CPUs, nor Gloo
 
     def __post_init__(self) -> None:
         if not self.nodes or min(self.nodes) < 1:
