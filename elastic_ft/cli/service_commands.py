@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
 from elastic_ft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from elastic_ft.service.served_at import HowToServe
     from elastic_ft.service.service_client import Client
 
 PORT = 8266
@@ -101,6 +102,9 @@ def start(
     ] = None,
     tls_cert: Annotated[str, typer.Option(metavar="FILE", help="A certificate (PEM).")] = "",
     tls_key: Annotated[str, typer.Option(metavar="FILE", help="Its key.")] = "",
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="The folder, from a service alive elsewhere, too.")
+    ] = False,
 ) -> int:
     """Start the service, unless it runs, and return."""
     from elastic_ft.cli.run import connected
@@ -109,28 +113,34 @@ def start(
 
     said = load_config(config)
     how = starting.HowToServe(
-        folder, host, port, said.terms, said.rights, tls_cert, tls_key, said.warm
+        folder, host, port, said.terms, said.rights, tls_cert, tls_key, said.warm, take_over
     )
     if address is not None and local_nodes is not None:
         raise ConfigError("--address and --local-nodes: expected at most one of them")
     address = address or (None if local_nodes else os.environ.get("RAY_ADDRESS"))
     if address is None and local_nodes is None:
         raise ConfigError("--address, --local-nodes: expected one of them")
+
+    def begin() -> str:
+        if local_nodes is not None:
+            return starting.start_here(how, local_nodes, cpus_per_node, say)
+        assert address is not None
+        with connected(address):
+            return starting.start_at(how)
+
+    say(_started(how, begin))
+    return COMPLETED
+
+
+def _started(how: HowToServe, begin: Callable[[], str]) -> str:
+    """Where the service runs, in words. ``begin``: what starts it, and returns its URL."""
+    from elastic_ft.service import starting
+
     if (found := starting.found_here(how, say_waiting)) is None:
         with starting.one_at_a_time(how):
-            if (
-                found := starting.found_here(how, say_waiting)
-            ) is None:  # nor has another start been in time
-                if local_nodes is not None:
-                    url = starting.start_here(how, local_nodes, cpus_per_node, say)
-                else:
-                    assert address is not None
-                    with connected(address):
-                        url = starting.start_at(how)
-                say(f"the service runs: {url}")
-                return COMPLETED
-    say(f"the service runs already: {found['url']} (folder {found['folder']})")
-    return COMPLETED
+            if (found := starting.found_here(how, say_waiting)) is None:  # nor has another start
+                return f"the service runs: {begin()}"
+    return f"the service runs already: {found['url']} (folder {found['folder']})"
 
 
 @app.command("status")

@@ -46,7 +46,14 @@ class ServiceActor:
         set_title("ef-service")
         self._options = options
         self._itself = ray.get_runtime_context().current_actor
-        self._service = Service(options.folder, options.terms, self._submit, self._leave)
+        self._service = Service(
+            options.folder,
+            options.terms,
+            self._submit,
+            self._leave,
+            actor=options.actor,
+            take_over=options.take_over and not self._is_restarted(),
+        )
         self._warm = WarmNodes(lambda: self._service.hosts)
         self._loop = asyncio.new_event_loop()
         self._ended = threading.Event()
@@ -96,7 +103,7 @@ class ServiceActor:
         await asyncio.to_thread(
             self._insist, lambda: store.put(PORT_FILE, json.dumps(said).encode())
         )
-        self.url = url
+        self.url = self._service.url = url
 
     def _is_restarted(self) -> bool:
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
