@@ -270,8 +270,10 @@ def _table(page: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("id", "name", "queue", "priority", "state", "workers", "step", "rate", "ETA"):
+    for title in ("id", "name", "queue", "priority"):
         table.add_column(title, overflow="fold")
+    for title in ("state", "workers", "step", "rate", "ETA"):
+        table.add_column(title, no_wrap=True)
     table.add_column("why", overflow="fold")
     for job in page:
         workers = job["workers"]
@@ -304,7 +306,9 @@ def status(job: JobIdArgument, service: ServiceUrl = None, as_json: AsJson = Fal
     rate = f", {found['rate']:.2f} steps/s" if found["rate"] else ""
     eta = f", ETA {clock(found['eta_s'])}" if found["eta_s"] is not None else ""
     print(f"step {found['step']}{steps}{rate}{eta}")
-    print(f"{workers['now']} workers of {workers['min']} to {workers['max']}; {found['layout']}")
+    laid_out = f"; {found['layout']}" if found["layout"] else ""
+    number = f"{workers['now']} worker{'s' * (workers['now'] != 1)}"
+    print(f"{number} of {workers['min']} to {workers['max']}{laid_out}")
     for member in found["members"]:
         print(f"  rank {member['rank']}  {member['worker']}  {member['host']}  pid {member['pid']}")
     for decision in found["decisions"][-10:]:
