@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PORT = 8266
 FOLDER = "runs/service"
 STOPPED_TIMEOUT_S = 60.0
+PIPED_COLUMNS, ID_COLUMNS = 160, 32  # where no terminal says; of an id that is not folded
 app = typer.Typer(no_args_is_help=True, help="The service that takes jobs in and shares a cluster.")
 ServiceUrl = Annotated[
     str | None,
@@ -247,7 +248,9 @@ def jobs(
         return COMPLETED
     from rich.console import Console
 
-    console = Console(markup=False, emoji=False, highlight=False)  # reasons are not ours to read
+    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    width = PIPED_COLUMNS if is_piped else None
+    console = Console(markup=False, emoji=False, highlight=False, width=width)  # as they are told
     page: list[dict[str, Any]] = []
     for page in pages:
         console.print(_table(page))
@@ -270,8 +273,11 @@ def _table(page: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("id", "name", "queue", "priority"):
-        table.add_column(title, overflow="fold")
+    for title in ("id", "name", "queue"):
+        longest = max((len(job[title]) for job in page), default=0)
+        whole = min(longest, ID_COLUMNS) if title == "id" else None  # to be copied
+        table.add_column(title, overflow="fold", min_width=whole)
+    table.add_column("priority", overflow="fold")
     for title in ("state", "workers", "step", "rate", "ETA"):
         table.add_column(title, no_wrap=True)
     table.add_column("why", overflow="fold")
