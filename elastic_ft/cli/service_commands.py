@@ -20,6 +20,7 @@ from elastic_ft.cli.options import JobFile, LocalNodes
 from elastic_ft.cli.progress import clock, say
 from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe.wording import counted
 
 if TYPE_CHECKING:
     from elastic_ft.service.served_at import HowToServe
@@ -313,8 +314,7 @@ def status(job: JobIdArgument, service: ServiceUrl = None, as_json: AsJson = Fal
     eta = f", ETA {clock(found['eta_s'])}" if found["eta_s"] is not None else ""
     print(f"step {found['step']}{steps}{rate}{eta}")
     laid_out = f"; {found['layout']}" if found["layout"] else ""
-    number = f"{workers['now']} worker{'s' * (workers['now'] != 1)}"
-    print(f"{number} of {workers['min']} to {workers['max']}{laid_out}")
+    print(f"{counted(workers['now'], 'worker')} of {workers['min']} to {workers['max']}{laid_out}")
     for member in found["members"]:
         print(f"  rank {member['rank']}  {member['worker']}  {member['host']}  pid {member['pid']}")
     for decision in found["decisions"][-10:]:
@@ -358,5 +358,5 @@ def stop_job(job: str, service: str | None, now: bool, timeout_s: float) -> int:
 
 def resize_job(job: str, service: str | None, workers: int) -> int:
     found = client(service).resize(job, workers)
-    print(f"{job}: {workers} workers at most; it has {found['workers']['now']}")
+    print(f"{job}: {counted(workers, 'worker')} at most; it has {found['workers']['now']}")
     return COMPLETED

@@ -123,6 +123,7 @@ class ServedApart:
 
     def stand_still(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)  # each of its threads: until then it may answer
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
