@@ -313,9 +313,6 @@ class RunFolder(InboxFile):
         except (FileNotFoundError, ValueError):  # of one that makes no sense ``new_request`` tells
             return {}
 
-    def is_asked(self, name: str) -> bool:
-        return self.asked(name) is not None
-
     def asked(self, name: str) -> str | None:
         """Why, "" where that is not said; None where nobody asks. Of the requests that name a run:
         what names another one, or none at all, is none."""

@@ -87,7 +87,7 @@ class ServiceActor:
         try:
             api = Api(self._service, self._options.users, self._leave)
             how = replace(self._options, port=self._options.port or self._earlier_port())
-            opening = listen(api, how, self._is_restarted(), self._note_address)
+            opening = open_service(api, how, self._is_restarted(), self._note_address)
             self._loop.run_until_complete(opening)
         except BaseException as error:
             opened.set_exception(error)
@@ -129,7 +129,7 @@ class ServiceActor:
             ray.kill(self._itself)
 
 
-async def listen(
+async def open_service(
     api: Api, how: HowToServe, is_restarted: bool, note: Callable[[int], object]
 ) -> None:
     """``note``: told the port, in another thread. No method: an actor that has one such is another
