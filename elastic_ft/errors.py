@@ -35,10 +35,13 @@ def redacted(text: str) -> str:
 
 
 def one_line(error: BaseException, length_max: int = 300) -> str:
-    """The type and message of ``error``, without what URLs in it must keep to themselves."""
+    """The type and message of ``error``, without what URLs in it must keep to themselves. What a
+    store says is a sentence already."""
     message = _GLOO.sub("", redacted(" ".join(str(error).split())))
     if len(message) > length_max:
         message = message[:length_max] + "..."
+    if isinstance(error, StoreFailed) and message:
+        return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

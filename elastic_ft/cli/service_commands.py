@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +20,16 @@ from elastic_ft.cli.options import JobFile, LocalNodes
 from elastic_ft.cli.progress import clock, say
 from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe.wording import counted
 
 if TYPE_CHECKING:
+    from elastic_ft.service.served_at import HowToServe
     from elastic_ft.service.service_client import Client
 
 PORT = 8266
 FOLDER = "runs/service"
 STOPPED_TIMEOUT_S = 60.0
+PIPED_COLUMNS, ID_COLUMNS = 160, 32  # where no terminal says; of an id that is not folded
 app = typer.Typer(no_args_is_help=True, help="The service that takes jobs in and shares a cluster.")
 ServiceUrl = Annotated[
     str | None,
@@ -101,6 +104,9 @@ def start(
     ] = None,
     tls_cert: Annotated[str, typer.Option(metavar="FILE", help="A certificate (PEM).")] = "",
     tls_key: Annotated[str, typer.Option(metavar="FILE", help="Its key.")] = "",
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="The folder, from a service alive elsewhere, too.")
+    ] = False,
 ) -> int:
     """Start the service, unless it runs, and return."""
     from elastic_ft.cli.run import connected
@@ -109,28 +115,34 @@ def start(
 
     said = load_config(config)
     how = starting.HowToServe(
-        folder, host, port, said.terms, said.rights, tls_cert, tls_key, said.warm
+        folder, host, port, said.terms, said.rights, tls_cert, tls_key, said.warm, take_over
     )
     if address is not None and local_nodes is not None:
         raise ConfigError("--address and --local-nodes: expected at most one of them")
     address = address or (None if local_nodes else os.environ.get("RAY_ADDRESS"))
     if address is None and local_nodes is None:
         raise ConfigError("--address, --local-nodes: expected one of them")
+
+    def begin() -> str:
+        if local_nodes is not None:
+            return starting.start_here(how, local_nodes, cpus_per_node, say)
+        assert address is not None
+        with connected(address):
+            return starting.start_at(how)
+
+    say(_started(how, begin))
+    return COMPLETED
+
+
+def _started(how: HowToServe, begin: Callable[[], str]) -> str:
+    """Where the service runs, in words. ``begin``: what starts it, and returns its URL."""
+    from elastic_ft.service import starting
+
     if (found := starting.found_here(how, say_waiting)) is None:
         with starting.one_at_a_time(how):
-            if (
-                found := starting.found_here(how, say_waiting)
-            ) is None:  # nor has another start been in time
-                if local_nodes is not None:
-                    url = starting.start_here(how, local_nodes, cpus_per_node, say)
-                else:
-                    assert address is not None
-                    with connected(address):
-                        url = starting.start_at(how)
-                say(f"the service runs: {url}")
-                return COMPLETED
-    say(f"the service runs already: {found['url']} (folder {found['folder']})")
-    return COMPLETED
+            if (found := starting.found_here(how, say_waiting)) is None:  # nor has another start
+                return f"the service runs: {begin()}"
+    return f"the service runs already: {found['url']} (folder {found['folder']})"
 
 
 @app.command("status")
@@ -237,7 +249,9 @@ def jobs(
         return COMPLETED
     from rich.console import Console
 
-    console = Console(markup=False, emoji=False, highlight=False)  # reasons are not ours to read
+    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    width = PIPED_COLUMNS if is_piped else None
+    console = Console(markup=False, emoji=False, highlight=False, width=width)  # as they are told
     page: list[dict[str, Any]] = []
     for page in pages:
         console.print(_table(page))
@@ -260,8 +274,13 @@ def _table(page: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("id", "name", "queue", "priority", "state", "workers", "step", "rate", "ETA"):
-        table.add_column(title, overflow="fold")
+    for title in ("id", "name", "queue"):
+        longest = max((len(job[title]) for job in page), default=0)
+        whole = min(longest, ID_COLUMNS) if title == "id" else None  # to be copied
+        table.add_column(title, overflow="fold", min_width=whole)
+    table.add_column("priority", overflow="fold")
+    for title in ("state", "workers", "step", "rate", "ETA"):
+        table.add_column(title, no_wrap=True)
     table.add_column("why", overflow="fold")
     for job in page:
         workers = job["workers"]
@@ -294,7 +313,8 @@ def status(job: JobIdArgument, service: ServiceUrl = None, as_json: AsJson = Fal
     rate = f", {found['rate']:.2f} steps/s" if found["rate"] else ""
     eta = f", ETA {clock(found['eta_s'])}" if found["eta_s"] is not None else ""
     print(f"step {found['step']}{steps}{rate}{eta}")
-    print(f"{workers['now']} workers of {workers['min']} to {workers['max']}; {found['layout']}")
+    laid_out = f"; {found['layout']}" if found["layout"] else ""
+    print(f"{counted(workers['now'], 'worker')} of {workers['min']} to {workers['max']}{laid_out}")
     for member in found["members"]:
         print(f"  rank {member['rank']}  {member['worker']}  {member['host']}  pid {member['pid']}")
     for decision in found["decisions"][-10:]:
@@ -338,5 +358,5 @@ def stop_job(job: str, service: str | None, now: bool, timeout_s: float) -> int:
 
 def resize_job(job: str, service: str | None, workers: int) -> int:
     found = client(service).resize(job, workers)
-    print(f"{job}: {workers} workers at most; it has {found['workers']['now']}")
+    print(f"{job}: {counted(workers, 'worker')} at most; it has {found['workers']['now']}")
     return COMPLETED

@@ -83,7 +83,7 @@ class Watchdog:
             return
         try:
             asked = folder.new_request()
-            stops = [why for name, why in STOPS.items() if folder.is_asked(name)]
+            asked_by = {name: folder.asked(name) for name in STOPS}
         except (OSError, ValueError) as error:
             fields = {"workers": 0, "request": ""}
             self.observer.journal("resize_refused", state.generation, str(error), fields)
@@ -93,9 +93,10 @@ class Watchdog:
             if asked.places:
                 self.use_places(asked.places)
             yield ev.ResizeRequested(time.time(), asked.workers, asked.request)
+        stops = [why or STOPS[name] for name, why in asked_by.items() if why is not None]
         if stops and not state.stopping:
             yield ev.StopRequested(time.time(), stops[0])
-        elif stop_request.AT_ONCE in stops and not self._at_once:
+        elif asked_by[stop_request.NOW] is not None and not self._at_once:
             self._at_once = True
             yield ev.StopRequested(time.time(), stop_request.AT_ONCE)
 

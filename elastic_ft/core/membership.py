@@ -30,6 +30,7 @@ from elastic_ft.core.restoring import no_way_on
 from elastic_ft.core.standby import RELEASE, release, release_overdue
 from elastic_ft.core.state import State, Turn
 from elastic_ft.core.stragglers import judge_stragglers
+from elastic_ft.core.words import are, were
 from elastic_ft.core.world import (
     choose_world,
     has_joiners,
@@ -151,7 +152,9 @@ def _resize_requested(turn: Turn, event: ev.ResizeRequested) -> None:
     if why := why_not_resized(turn, event):
         turn.journal("resize_refused", why, **fields)
         return
-    turn.journal("resize_requested", f"{event.workers} workers are wanted", **fields)
+    turn.journal(
+        "resize_requested", are(event.workers, "wanted"), before=turn.workers_max, **fields
+    )
     turn.set(target=event.workers)
     turn.do(cmd.WantWorkers(wanted(turn), "resize"))
     phase = turn.state.phase
@@ -168,7 +171,7 @@ def _shrink(turn: Turn) -> bool:
     before, after = len(turn.members), turn.workers_max
     if before <= after or turn.state.stopping:
         return False
-    generations.pause(turn, "resized", f"{after} workers were asked for, not {before}", abort=False)
+    generations.pause(turn, "resized", f"{were(after, 'asked for')}, not {before}", abort=False)
     return True
 
 

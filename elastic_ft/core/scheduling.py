@@ -25,7 +25,7 @@ from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.admission import Admission
 from elastic_ft.core.sharing.asks import SharingCommand, SharingEvent, SharingTerms
 from elastic_ft.core.sharing.dealing import deal_slots
-from elastic_ft.core.sharing.desk import Desk, plural
+from elastic_ft.core.sharing.desk import Desk
 from elastic_ft.core.sharing.ledger import (
     ENDED_KEPT,
     Bundles,
@@ -37,6 +37,7 @@ from elastic_ft.core.sharing.ledger import (
 )
 from elastic_ft.core.sharing.waiting_line import who_ages_next
 from elastic_ft.core.table import Table
+from elastic_ft.core.words import plural
 
 BUNDLES_MAX = 4096  # workers for which the autoscaler is asked; who waits behind has its turn
 ROUNDS_MAX = 8  # what is left to do after them waits for the next event

@@ -9,6 +9,7 @@ from elastic_ft.core.commands import Bench, KillWorker, ReleaseWorker, StartTime
 from elastic_ft.core.commits import abandon_attempts_of
 from elastic_ft.core.keepers import await_report
 from elastic_ft.core.state import Turn
+from elastic_ft.core.words import are
 from elastic_ft.core.world import surplus, wanted
 
 RELEASE = "release"  # a timer; its name goes on with the worker that it is for
@@ -54,7 +55,7 @@ def dismiss(turn: Turn, assignment: Assignment) -> None:
     """The state is with the members: the others go where they are to, or idle until needed."""
     state, inside = turn.state, {m.worker for m in assignment.members}
     donors = {m.worker for m in assignment.donors}
-    going = {m.worker: f"{wanted(turn)} workers are wanted" for m in surplus(turn, inside)}
+    going = {m.worker: are(wanted(turn), "wanted") for m in surplus(turn, inside)}
     for member in state.ready.values():
         if member.worker not in inside and turn.is_leaving(member):
             going[member.worker] = state.leaving.get(member.worker, "its node is draining")

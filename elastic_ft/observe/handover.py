@@ -25,6 +25,7 @@ from elastic_ft.storage.store import Store, open_store
 
 NAME = "handover.json"
 REASON = "another start of the job takes over"  # in the journal
+WHY_MAX = 300
 POLL_S = 0.2
 READ_DEADLINE_S = 10.0  # a store that is away is waited for by others
 TIMEOUT_S = 150.0  # a clean stop has 120 s (core.policy.Policy.stop_timeout_s)
@@ -94,15 +95,16 @@ def _await_end(
     say(f"run {owner.run} has handed over, after {time.monotonic() - began_s:.1f} s")
 
 
-def asked_of(content: bytes) -> str:
-    """The run that is to hand over. Raises ValueError."""
+def asked_of(content: bytes) -> tuple[str, str]:
+    """The run that is to hand over, or to stop, and why, if that is said. Raises ValueError."""
     try:
         found = json.loads(content)
     except RecursionError:
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("run"), str):
         raise ValueError(f"{NAME}: expected run, a name; found {content[:80]!r}")
-    return str(found["run"])
+    why = "".join(c for c in str(found.get("why", ""))[:WHY_MAX] if c.isprintable())
+    return str(found["run"]), why
 
 
 def _lives(run_url: str) -> bool:

@@ -28,7 +28,8 @@ def story(line: Line, elapsed_s: float | None) -> Iterator[str]:
     teller = UNKNOWN if event is None else event.full
     if teller is None:
         return
-    text = text_of(teller, line)
+    if not (text := text_of(teller, line)):
+        return
     when = f"{elapsed_s:9.2f} s" if elapsed_s is not None else utc(line["at_s"])
     yield f"{when}  g{line['generation']:<3}  {text}"
     if line["event"] == "diagnosis":

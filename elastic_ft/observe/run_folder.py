@@ -313,13 +313,14 @@ class RunFolder(InboxFile):
         except (FileNotFoundError, ValueError):  # of one that makes no sense ``new_request`` tells
             return {}
 
-    def is_asked(self, name: str) -> bool:
-        """Of the requests that name a run: what names another one, or none at all, is none."""
+    def asked(self, name: str) -> str | None:
+        """Why, "" where that is not said; None where nobody asks. Of the requests that name a run:
+        what names another one, or none at all, is none."""
         try:
-            asked = handover.asked_of((self.path / name).read_bytes())
+            run, why = handover.asked_of((self.path / name).read_bytes())
         except (FileNotFoundError, ValueError):
-            return False
-        return self._claim is not None and asked == self._claim.owner.run
+            return None
+        return why if self._claim is not None and run == self._claim.owner.run else None
 
     def drop_request(self) -> None:
         """The job has ended: nobody is to obey it any more."""

@@ -85,18 +85,22 @@ class _Stopping:
         return "the request stands" + (f"; {self._away}" if self._away else "")
 
 
-def ask_to_stop(run_url: str, now: bool) -> bool:
-    """Of whoever has the job just now; returns at once. False: nobody has. Raises StoreFailed."""
+def ask_to_stop(run_url: str, now: bool, why: str = "") -> bool:
+    """Of whoever has the job just now; returns at once. False: nobody has. Raises StoreFailed.
+
+    ``why``: for its journal; "": somebody wants it so.
+    """
     store = open_store(run_url)
     owner, _ = owners.newest(store)
     if owner is not None:
-        _ask(store, owner.run, now)
+        _ask(store, owner.run, now, why)
     return owner is not None
 
 
-def _ask(store: Store, run: str, now: bool) -> None:
+def _ask(store: Store, run: str, now: bool, why: str = "") -> None:
+    said = {"run": run} | ({"why": why} if why else {})
     for name in (NAME, NOW) if now else (NAME,):
-        store.put(name, json.dumps({"run": run}).encode())
+        store.put(name, json.dumps(said).encode())
 
 
 def _end(run_url: str) -> str:

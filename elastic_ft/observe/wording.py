@@ -85,5 +85,10 @@ def asked_to_stop(line: Line) -> str:
     return f"{stops}: {line['reason']}"
 
 
+def resized(line: Line) -> str:
+    """Who leaves other places than were asked for is asked for the same number again: no news."""
+    return "" if line.get("before") == line["workers"] else f"resize: {line['reason']}"
+
+
 def pausing(line: Line) -> str:
     return f"{'breaking off' if line['abort'] else 'pausing'}: {line['reason']}"

@@ -235,7 +235,14 @@ class JobHand:
         if time.monotonic() - self._stop_asked_s >= STOP_AGAIN_S:
             self._stop_asked_s = time.monotonic()
             now = job.job in self._office.standing.hurried
-            stop_request.ask_to_stop(self.run_url, now)
+            stop_request.ask_to_stop(self.run_url, now, self._why_it_stops(job))
+
+    def _why_it_stops(self, job: SharedJob) -> str:
+        """As it was decided; "" where somebody asked for it."""
+        decisions = self._office.standing.decisions.get(job.job, ())
+        if job.phase != "suspended" or not decisions:
+            return ""
+        return f"the service: {decisions[-1].why}"
 
     # --------------------------------------------------------------------------------- its end
 

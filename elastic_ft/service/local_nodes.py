@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,13 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from elastic_ft import errors
 from elastic_ft.core.typed import decoder
-from elastic_ft.errors import ElasticError
+from elastic_ft.errors import ConfigError, JobFailed, UsageError
 from elastic_ft.observe import files
 
 FILE = "local-nodes.json"  # in the service's folder
 LOG = "local-nodes.log"
 LOOK_EVERY_S = 0.5
+OURS = re.compile(r"\belastic_ft\.errors\.(?P<kind>\w+): (?P<text>.*)")  # as tracebacks have it
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +50,7 @@ def main(options: dict[str, Any]) -> int:
         try:
             where = ray.get(actor.where.remote(), timeout=120)
         except Exception as error:
-            _say(folder, {"error": reason_of(error), "pid": os.getpid()})
+            _say(folder, {"error": str(why_not_started(error)), "pid": os.getpid()})
             return 1
         del actor
         _say(folder, {"address": cluster.address, "pid": os.getpid(), "url": where["url"]})
@@ -63,13 +66,17 @@ def _say(folder: Path, what: dict[str, Any]) -> None:
     files.replace(folder / FILE, json.dumps(what | {"at_s": time.time()}).encode())
 
 
-def reason_of(error: Exception) -> str:
-    """The line that the actor has raised."""
+def why_not_started(error: Exception) -> ConfigError | JobFailed:
+    """As the actor has said it, in a line: the user's to fix, or not."""
     cause = error.__cause__ or error
     lines = [line for line in str(cause).splitlines() if line.strip()]
-    found = [line for line in lines if "Error" in line] or lines or [type(error).__name__]
-    text = found[-1].strip()
-    return text if isinstance(cause, ElasticError) else text.partition("UsageError: ")[2] or text
+    if isinstance(cause, UsageError):
+        return ConfigError(lines[-1])
+    found = [ours for line in lines if (ours := OURS.search(line))]
+    if found and issubclass(getattr(errors, found[-1]["kind"], Exception), UsageError):
+        return ConfigError(found[-1]["text"])
+    text = found[-1]["text"] if found else (lines or [type(error).__name__])[-1].strip()
+    return JobFailed(f"the service did not start: {text}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import ssl
 import time
+import uuid
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -26,8 +27,13 @@ def service_url(host: str, port: int, secure: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HowToServe:
-    """What the service is started with, wherever that is. ``port`` 0: any, and the same again after
-    a restart."""
+    """What the service is started with, wherever that is.
+
+    Attributes:
+        port: 0: any, and the same again after a restart.
+        take_over: the folder, from a service that lives elsewhere, too.
+        actor: drawn once, the same for all lives of the service's actor.
+    """
 
     folder: str
     host: str = "127.0.0.1"
@@ -37,6 +43,8 @@ class HowToServe:
     tls_cert: str = ""
     tls_key: str = ""
     warm: bool = False
+    take_over: bool = False
+    actor: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def __post_init__(self) -> None:
         check_host(self.host, self.users)

@@ -29,6 +29,7 @@ from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
 from elastic_ft.service.listing import JobListing, listed_jobs
 from elastic_ft.service.office import NotKnown, Office, Refused, entry_of
+from elastic_ft.service.service_sign import SignsOfLife, refuse_living
 from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
 from elastic_ft.storage import owners
@@ -52,8 +53,11 @@ class Service:
     folder: where its journal is, and ``jobs/<id>`` with each job's run folder.
     since_s: when it began (unix time).
     lines: of the journal, when it began.
+    url: where it serves; "" while it does not.
 
     ``look``: at the cluster; by default at Ray's. ``ask``: its autoscaler, if the terms have one.
+    ``actor``: whose next life this is, the one before is over; "": nobody's. ``take_over``: from a
+    service that lives, too.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class Service:
         on_superseded: Callable[[Superseded], object],
         look: Callable[[], Sight] | None = None,
         ask: Ask = ask_rays_autoscaler,
+        actor: str = "",
+        take_over: bool = False,
     ) -> None:
         local = local_path(folder)
         self.folder = folder.rstrip("/") if local is None else str(local)
@@ -85,13 +91,20 @@ class Service:
         self._told = Future[str]()  # of the nodes
         self._told.set_result("")
         self._claim: owners.Claim | None = None
+        self._signs: SignsOfLife | None = None
+        self._actor, self._takes_over = actor or uuid.uuid4().hex[:12], take_over
         self.since_s = time.time()
-        self.lines = 0
+        self.lines, self.url = 0, ""
 
     def start(self) -> None:
-        """Raises UsageError; StoreFailed: then it may be called again."""
-        run = uuid.uuid4().hex[:12]
-        self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
+        """Raises UsageError, also where the folder's service lives elsewhere; StoreFailed: then it
+        may be called again."""
+        run = f"{self._actor}-{uuid.uuid4().hex[:6]}"
+        self._claim = owners.take_over(
+            self._store, job=OWNER, run=run, run_folder=self.folder, admit=self._admit
+        )
+        self._signs = SignsOfLife(self._store, run, lambda: self.url)
+        self._signs.start()
         self.lines = self.office.open(self._note_of_earlier)
         self._watch.start()
         if not self.office.standing.sharing.nodes:  # what a worker takes is a part of a node
@@ -109,11 +122,18 @@ class Service:
         if noted is None and left_asking:
             self._note.keep(True)
 
+    def _admit(self, before: owners.Owner) -> None:
+        """Raises UsageError, StoreFailed."""
+        if not self._takes_over and before.run.partition("-")[0] != self._actor:
+            refuse_living(self._store, before, self.folder)
+
     def close(self) -> None:
         self._over.set()
         self._size.close()
         self._watch.close()
         self.office.close()
+        if self._signs is not None and self._claim is not None:
+            self._signs.close(self._claim)
 
     def let_go(self) -> None:
         """Of what outlives this service, and no next one would end. Before ``close``."""

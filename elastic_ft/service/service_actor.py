@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -19,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from elastic_ft.config import Job
 from elastic_ft.errors import StoreFailed, Superseded, UsageError
+from elastic_ft.hosts.ray.lives import is_restarted_actor
 from elastic_ft.hosts.ray.names import NAMESPACE
 from elastic_ft.hosts.ray.started_by import KEY
 from elastic_ft.hosts.ray.warm_nodes import WarmNodes
@@ -46,7 +48,14 @@ class ServiceActor:
         set_title("ef-service")
         self._options = options
         self._itself = ray.get_runtime_context().current_actor
-        self._service = Service(options.folder, options.terms, self._submit, self._leave)
+        self._service = Service(
+            options.folder,
+            options.terms,
+            self._submit,
+            self._leave,
+            actor=options.actor,
+            take_over=options.take_over and not self._is_restarted(),
+        )
         self._warm = WarmNodes(lambda: self._service.hosts)
         self._loop = asyncio.new_event_loop()
         self._ended = threading.Event()
@@ -76,30 +85,25 @@ class ServiceActor:
     def _serve(self, opened: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._open())
+            api = Api(self._service, self._options.users, self._leave)
+            how = replace(self._options, port=self._options.port or self._earlier_port())
+            opening = open_service(api, how, self._is_restarted(), self._note_address)
+            self._loop.run_until_complete(opening)
         except BaseException as error:
             opened.set_exception(error)
             return
         opened.set_result(None)
         self._loop.run_forever()
 
-    async def _open(self) -> None:
-        tls = tls_of(self._options)
-        api = Api(self._service, self._options.users, self._leave)
-        runner = runner_of(api.application())
-        await runner.setup()
-        host, port = self._options.host, self._options.port or self._earlier_port()
-        port = await bound(runner, host, port, tls, self._is_restarted())
-        own = ray.util.get_node_ip_address() if host in ANYWHERE else host
-        url = service_url(own, port, tls is not None)
+    def _note_address(self, port: int) -> None:
+        own = ray.util.get_node_ip_address() if self._options.host in ANYWHERE else ""
+        url = service_url(own or self._options.host, port, bool(self._options.tls_cert))
         store, said = open_store(self._service.folder), {"url": url, "port": port}
-        await asyncio.to_thread(
-            self._insist, lambda: store.put(PORT_FILE, json.dumps(said).encode())
-        )
-        self.url = url
+        self._insist(lambda: store.put(PORT_FILE, json.dumps(said).encode()))
+        self.url = self._service.url = url
 
     def _is_restarted(self) -> bool:
-        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        return is_restarted_actor()
 
     def _earlier_port(self) -> int:
         store = open_store(self._service.folder)
@@ -123,6 +127,18 @@ class ServiceActor:
             self._service.close()
         finally:  # it takes in nothing any more
             ray.kill(self._itself)
+
+
+async def open_service(
+    api: Api, how: HowToServe, is_restarted: bool, note: Callable[[int], object]
+) -> None:
+    """``note``: told the port, in another thread. No method: an actor that has one such is another
+    kind, whose calls run in a loop."""
+    tls = tls_of(how)
+    runner = runner_of(api.application())
+    await runner.setup()
+    port = await bound(runner, how.host, how.port, tls, is_restarted)
+    await asyncio.to_thread(note, port)
 
 
 def insisted(action: Callable[[], T], is_restarted: bool) -> T:

@@ -155,7 +155,7 @@ def start_at(how: HowToServe) -> str:
     try:
         where = ray.get(actor.where.remote(), timeout=START_TIMEOUT_S)
     except RayError as error:
-        raise JobFailed(f"the service did not start: {local_nodes.reason_of(error)}") from error
+        raise local_nodes.why_not_started(error) from error
     if where["folder"] != wanted:
         raise ConfigError(
             f"--folder: this cluster's service is that of {where['folder']}, at {where['url']}"

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import sys
@@ -278,6 +279,8 @@ def explain(error: BaseException) -> tuple[FailureKind, str]:
     if "obstore" in sys.modules and (explained := _objects().explain(error)):
         return explained
     why = one_line(error)
+    if isinstance(error, OSError) and error.strerror and error.errno == errno.ENOSPC:
+        return FailureKind.FAILED, error.strerror
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return FailureKind.MISSING, why
     if isinstance(error, PermissionError):

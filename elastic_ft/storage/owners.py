@@ -111,6 +111,7 @@ def take_over(
     renamed: bool = False,
     address: str = "",
     adopts: str = "",
+    admit: Callable[[Owner], object] = bool,
 ) -> Claim:
     """The URL is controller ``run``'s from now on. Whoever had it ends as soon as it looks.
 
@@ -119,9 +120,11 @@ def take_over(
             here late, it is refused.
         renamed: another job's URL is this job's, under its earlier name.
         address, adopts: as ``Owner`` has them.
+        admit: called with each owner that would be superseded, and has not ended; raises where it
+            is to stay. Should another one come first, it is called with that one, too.
 
-    Raises UsageError where the URL is another job's; Superseded where ``run`` comes late;
-    StoreFailed.
+    Raises what ``admit`` raises; UsageError where the URL is another job's; Superseded where
+    ``run`` comes late; StoreFailed.
     """
     nonce, trouble, was = secrets.token_hex(16), "", ""
     number, ended = _listed(store)
@@ -131,12 +134,9 @@ def take_over(
             was = before.job if before is not None else _job_of_checkpoints(store) or job
         else:
             _refuse_other(store, before, job)
-        passed = () if before is None else before.behind
-        if before is not None and run in passed:
-            raise Superseded(f"{store.url}: superseded by run {before.run}: it has the job now")
-        left = () if before is None else (*before.unended, before.run)
-        unended = tuple(one for one in left if one not in ended and one != run)
-        passed = tuple(dict.fromkeys((*passed, *behind)))[-BEHIND_MAX:]
+        unended, passed = _left(store, before, run, ended, behind)
+        if before is not None and before.run not in ended:
+            admit(before)
         host, at_s = socket.gethostname(), time.time()
         owner = Owner(job, run, run_folder, host, at_s, nonce, unended, passed, address, adopts)
         key = f"{FOLDER}/{number + 1}"
@@ -151,6 +151,18 @@ def take_over(
             number += 1
             _, ended = _listed(store)
     raise StoreFailed(f"{store.url} could not be taken over in {TAKE_ATTEMPTS} attempts{trouble}")
+
+
+def _left(
+    store: Store, before: Owner | None, run: str, ended: Collection[str], behind: Collection[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What ``run`` is left with after ``before``: ``unended`` and ``behind``. Raises Superseded."""
+    known = () if before is None else before.behind
+    if before is not None and run in known:
+        raise Superseded(f"{store.url}: superseded by run {before.run}: it has the job now")
+    left = () if before is None else (*before.unended, before.run)
+    unended = tuple(one for one in left if one not in ended and one != run)
+    return unended, tuple(dict.fromkeys((*known, *behind)))[-BEHIND_MAX:]
 
 
 def is_rescued(store: Store, run: str) -> bool:

@@ -196,6 +196,14 @@ def test_shrinking_releases_the_last_ranks_at_a_boundary() -> None:
     assert script.ready("e", "n5") == []  # nobody asked for it
 
 
+def test_one_worker_is_one() -> None:
+    script = script_of(1, 4).run(**FOUR)
+    script.train(1)
+    commands = script.tell(ResizeRequested, 1, "r1")
+    assert of(PauseWorkers, commands)[0].reason == "1 worker was asked for, not 4"
+    assert script.journalled("resize_requested") == ["1 worker is wanted"]
+
+
 def test_who_has_the_only_copy_gives_it_before_it_is_released() -> None:
     script = script_of(1, 3, strategy="fsdp", copies=1).run(a="n1", b="n2", c="n3")
     script.train(1)

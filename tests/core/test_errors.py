@@ -1,10 +1,13 @@
 """No message of ours tells the secrets of a URL, or more than a reader can use."""
 
+import errno
+import os
 import pickle
 
 import pytest
 
 from elastic_ft.errors import DataError, StateDamaged, one_line, redacted
+from elastic_ft.storage.backends import explain
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import StorageError, StoreError, open_store
 
@@ -29,6 +32,15 @@ def test_secrets_of_urls_are_left_out(said: str, shown: str) -> None:
     assert (str(damaged), damaged.holder, damaged.shard) == (shown, "holder", "s0")
     assert damaged.missing == "url"
     assert str(pickle.loads(pickle.dumps(StoreError(said, FailureKind.MISSING)))) == shown
+
+
+def test_what_a_store_says_is_a_sentence() -> None:
+    """A full disk was told as 'StoreError: cannot write ...: OSError: [Errno 28] No space ...'."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    kind, why = explain(full)
+    assert (kind, why) == (FailureKind.FAILED, "No space left on device")
+    assert one_line(StoreError(f"cannot write x: {why}", kind)) == f"cannot write x: {why}"
+    assert one_line(full).startswith("OSError: ")
 
 
 @pytest.mark.parametrize("url", ["s3://KEY:S3cr3t@bucket/ck", "http://h/ck?sig=S3cr3t"])

@@ -35,6 +35,13 @@ def test_it_says_when_that_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     )
 
 
+def test_the_same_number_asked_for_again_is_no_news() -> None:
+    """The service asks so, where workers have left other places than they were told."""
+    asked = {"event": "resize_requested", "workers": 1, "reason": "1 worker is wanted"}
+    assert told(**asked) == told(**asked, before=3) == "resize: 1 worker is wanted"
+    assert told(**asked, before=1) == brief(asked | {"before": 1}) == ""
+
+
 def test_who_it_was_is_told() -> None:
     assert told(event="keeper_lost", node="n0") == "lost the keeper of node n0: because"
     assert told(event="thread_left", worker="w3") == "w3, thread_left: because"

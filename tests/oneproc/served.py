@@ -47,7 +47,9 @@ class Served:
     ) -> None:
         self._tls, kind = tls, "https" if tls else "http"
         self.superseded = threading.Event()
-        self.service = Service(str(folder), terms, no_cluster, self._leave, look=Sight)
+        self.service = Service(  # those of one folder follow each other, as lives of one actor do
+            str(folder), terms, no_cluster, self._leave, look=Sight, actor="a"
+        )
         self.service.start()
         self._loop = asyncio.new_event_loop()
         self.api = Api(self.service, users or {}, print)
@@ -116,8 +118,12 @@ class ServedApart:
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
 
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
     def stand_still(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)  # each of its threads: until then it may answer
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

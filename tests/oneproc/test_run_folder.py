@@ -126,7 +126,7 @@ def test_what_others_wait_for_is_not_held_up_by_what_the_mirror_sends(
     alive.leave_sign(folder.path)
     until(lambda: store.exists(alive.NAME))
     store.put(handover.NAME, json.dumps({"run": "run1"}).encode())
-    until(lambda: folder.is_asked(handover.NAME))
+    until(lambda: folder.asked(handover.NAME) is not None)
     owners.take_over(store, job="job", run="run2", run_folder=folder.url)
     until(lambda: not folder.is_ours)
     folder.close()
@@ -156,7 +156,7 @@ def test_who_is_asked_to_stop_hears_it_where_its_store_takes_nothing(
     unwritable: Any = Unwritable(folder._store.backend)
     folder._store.backend = unwritable
     open_store(folder.url).put(stop_request.NAME, json.dumps({"run": "run1"}).encode())
-    until(lambda: folder.is_asked(stop_request.NAME), within_s=DEADLINE_S / 2)
+    until(lambda: folder.asked(stop_request.NAME) is not None, within_s=DEADLINE_S / 2)
     folder.close()
     shutil.rmtree(folder.path, ignore_errors=True)
 

@@ -182,7 +182,7 @@ def test_an_actor_that_can_not_serve_says_so(
     threads = SimpleNamespace(Thread=Inline, Event=threading.Event)
     monkeypatch.setattr(service_actor, "threading", threads)
     monkeypatch.setattr(service_actor, "set_title", print)
-    monkeypatch.setattr(service_actor, "Service", lambda *_: SimpleNamespace(start=print))
+    monkeypatch.setattr(service_actor, "Service", lambda *_, **__: SimpleNamespace(start=print))
     with pytest.raises(UsageError, match="--tls-cert, --tls-key"):
         none = str(tmp_path / "none")
         service_actor.ServiceActor(HowToServe(str(tmp_path), tls_cert=none, tls_key=none))

@@ -18,7 +18,8 @@ from elastic_ft.core.sharing.asks import (
     StopAsked,
     Wish,
 )
-from elastic_ft.observe import resize_request
+from elastic_ft.observe import resize_request, stop_request
+from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.service import hands
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
@@ -219,6 +220,11 @@ def test_a_job_whose_last_state_is_in_no_checkpoint_is_not_started_for_ever(
     assert ended.status == "failed" and UNSAVED in ended.reason
 
 
+def come(bench: Bench, wish: Wish) -> None:
+    order, event = JobOrder("u", "u", "", 0.0, "q", JOB), JobSubmitted(0.0, "u", wish)
+    bench.office.ask(lambda standing: Notice(event, order=order)).result(WAIT_S)
+
+
 @pytest.mark.parametrize("what", ["stop", "suspend"])
 def test_a_controller_that_goes_while_its_job_is_to_end_or_give_way_is_done_with(
     bench: Bench, what: str
@@ -230,12 +236,31 @@ def test_a_controller_that_goes_while_its_job_is_to_end_or_give_way_is_done_with
     if what == "stop":
         bench.office.tell(StopAsked(0.0, "j")).result(WAIT_S)
     else:
-        urgent = JobOrder("u", "u", "", 0.0, "q", JOB)
-        event = JobSubmitted(0.0, "u", Wish(1, 1, priority=9))
-        bench.office.ask(lambda standing: Notice(event, order=urgent)).result(WAIT_S)
+        come(bench, Wish(1, 1, priority=9))
     hand.step(later())
     assert bench.phase == ("stopped" if what == "stop" else "suspended")
     assert len(bench.submitted) == 1
+
+
+@pytest.mark.parametrize("what", ["stop", "suspend"])
+def test_a_job_that_gives_way_is_told_for_whom(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Its journal said that somebody had stopped it."""
+    folder = RunFolder(str(bench.run))
+    folder.take_over("run1", "j")
+    hand = bench.hand()
+    hand.step(Sight())
+    trains(bench, hand, 7)
+    if what == "stop":
+        bench.office.tell(StopAsked(0.0, "j")).result(WAIT_S)
+    else:
+        come(bench, Wish(1, 1, priority=9))
+    hand.step(Sight())
+    said = "" if what == "stop" else "the service: suspended for u (priority 9), which waits for "
+    found = folder.asked(stop_request.NAME)
+    assert found is not None and found.startswith(said) and bool(found) is bool(said)
+    folder.close()
 
 
 class Killed(BaseException):

@@ -25,14 +25,19 @@ REMOTE_S = 60.0  # what a remote run folder shows is some seconds old
 Job = dict[str, Any]
 
 
-def command(*words: object) -> str:
-    """``elastic-ft``, in a process of its own: this one is no driver. Returns what it prints."""
-    done = subprocess.run(
+def said_by(*words: object) -> subprocess.CompletedProcess[str]:
+    """``elastic-ft``, in a process of its own: this one is no driver."""
+    return subprocess.run(
         [sys.executable, "-m", "elastic_ft.cli", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=START_S,
     )
+
+
+def command(*words: object) -> str:
+    """Returns what it prints."""
+    done = said_by(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -100,6 +105,37 @@ def test_a_job_of_a_service_in_s3_loses_nothing(s3: S3Server) -> None:
     steps = [line["step"] for line in run.steps()]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > step
     assert run.result()["status"] == "stopped"
+
+
+def test_a_second_cluster_takes_no_living_services_folder_unless_told(tmp_path: Path) -> None:
+    """It would start the jobs that run on the first one again."""
+    folder = tmp_path / "F"
+    with LocalCluster(1) as here, LocalCluster(1) as elsewhere:
+        first = started(here.address, folder)
+        one = first.submit(job("one"))["id"]
+        before = until(first, one, "it trains", lambda j: j["step"] >= 3)
+        words = ("service", "start", "--address", elsewhere.address, "--folder", folder)
+        refused = said_by(*words, "--port", 0)
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        (line,) = (refused.stdout + refused.stderr).strip().splitlines()
+        assert f"alive at {first.url}" in line and "--take-over" in line
+        after = first.status(one)
+        assert (after["members"], after["generation"]) == (before["members"], before["generation"])
+
+        second = Client(command(*words, "--port", 0, "--take-over").split()[-1], away_s=SOON_S)
+        step, old = after["step"], {m["node"] for m in before["members"]}
+
+        def trains_there(job: Job) -> bool:
+            nodes = {m["node"] for m in job["members"]}
+            return bool(nodes) and nodes.isdisjoint(old) and job["step"] > step
+
+        until(second, one, "it trains there", trains_there)
+        assert [j["id"] for j in second.jobs(all=True)] == [one]
+        second.stop(one)
+        assert second.wait(one, START_S)["state"] == "stopped"
+        command("service", "stop", "--service", second.url)
+        steps = [line["step"] for line in RunReader(f"{folder}/jobs/{one}").steps()]
+        assert steps[:step] == list(range(1, step + 1))
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -97,7 +97,7 @@ def test_who_has_asked_to_stop_outlasts_an_outage(
     proxy: ObjectStoreProxy, running: RunFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def go_on() -> None:
-        until(lambda: running.is_asked(stop_request.NAME))
+        until(lambda: running.asked(stop_request.NAME) is not None)
         outage(proxy)
         running.write_result(RESULT | {"status": "stopped", "reason": "asked"})
         running.close()
@@ -126,7 +126,7 @@ def test_a_minute_without_the_store_is_outlasted(
 
     def go_on() -> None:
         if command == "stop":
-            until(lambda: running.is_asked(stop_request.NAME))
+            until(lambda: running.asked(stop_request.NAME) is not None)
         else:
             until(lambda: any(thread.name == "followed" for thread in threading.enumerate()))
         as_it_is.set(StoreFault(fault))
@@ -158,7 +158,7 @@ def test_how_a_stopped_job_has_ended_is_read_once_it_can_be(
     monkeypatch.setattr(run_reader, "READ_DEADLINE_S", 0.5)
 
     def go_on() -> None:
-        until(lambda: running.is_asked(stop_request.NAME))
+        until(lambda: running.asked(stop_request.NAME) is not None)
         proxy.set(StoreFault("busy", methods=("GET",), path=r"result\.json"))
         running.write_result(RESULT | {"status": "stopped", "reason": "asked"})
         running.close()

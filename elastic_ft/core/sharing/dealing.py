@@ -16,10 +16,11 @@ from collections.abc import Collection
 
 from elastic_ft.core.sharing import admission
 from elastic_ft.core.sharing.asks import JobId, Places, StartJob
-from elastic_ft.core.sharing.desk import Desk, named, plural
+from elastic_ft.core.sharing.desk import Desk, named
 from elastic_ft.core.sharing.fair import ideal_shares
 from elastic_ft.core.sharing.ledger import SharedJob, added, count, removed
 from elastic_ft.core.sharing.rooms import Rooms
+from elastic_ft.core.words import plural
 
 
 def deal_slots(desk: Desk) -> admission.Admission:

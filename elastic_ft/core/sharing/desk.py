@@ -127,10 +127,6 @@ def _merged(first: asks.ResizeJob, second: asks.ResizeJob) -> asks.ResizeJob:
     )
 
 
-def plural(workers: int) -> str:
-    return f"{workers} worker{'s' * (workers != 1)}"
-
-
 def named(jobs: list[SharedJob]) -> str:
     """Whom something is for, in words a user understands."""
     found = [f"{job.job} (priority {job.wish.priority})" for job in jobs[:2]]

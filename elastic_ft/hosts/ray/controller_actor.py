@@ -34,6 +34,7 @@ from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.hosts.ray import ray_private, submission
 from elastic_ft.hosts.ray.controller_thread import ControllerThread
 from elastic_ft.hosts.ray.hosted import Launch
+from elastic_ft.hosts.ray.lives import is_restarted_actor
 from elastic_ft.hosts.ray.names import RunNames, run_of
 from elastic_ft.hosts.ray.placement_groups import Placements
 from elastic_ft.hosts.ray.ray_host import RayHost
@@ -351,7 +352,7 @@ class ElasticController(ray_private.TrainController):
     # ------------------------------------------------------------- elastic_ft's controller
 
     def _make_controller(self, host: RayHost) -> Controller:
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if is_restarted_actor():
             # Torch is imported before the job is taken over, not while workers that have called
             # wait for their welcome: what they are told by then has deadlines.
             importlib.import_module("elastic_ft.groups.store_links")

@@ -28,6 +28,7 @@ from elastic_ft.hosts.ray.causes import KILLED, why_gone
 from elastic_ft.hosts.ray.cluster_nodes import ClusterNodes, ask_gcs
 from elastic_ft.hosts.ray.hosted import Hosted, Launch
 from elastic_ft.hosts.ray.keeper_actor import Keepers
+from elastic_ft.hosts.ray.lives import is_restarted_actor
 from elastic_ft.hosts.ray.names import reap
 from elastic_ft.hosts.ray.placement_groups import node_of
 from elastic_ft.hosts.ray.ray_private import Worker
@@ -77,7 +78,7 @@ class RayHost:
         return found.result()
 
     async def _adopt(self) -> frozenset[WorkerId]:
-        if not ray.get_runtime_context().was_current_actor_reconstructed:
+        if not is_restarted_actor():
             return frozenset()  # those that live have another submission's key: they save and end
         found = await find_survivors(self._launch.names)
         for worker, actor in found.actors.items():
