@@ -366,6 +366,20 @@ def reset_group_names() -> None:
     c10d._world.group_count = 0
 
 
+def name_groups(mesh: dist.DeviceMesh, dimension: str) -> None:
+    """This rank's group of ``dimension`` is found by that name from now on. What is compiled has a
+    group's name in it, and torch numbers groups anew in each generation: the number would be of no
+    group, or of another one. No submesh may have been made yet."""
+    group = mesh.get_group(dimension)
+    c10d._unregister_process_group(group.group_name)
+    group._set_group_name(dimension)
+    c10d._world.pg_names[group] = dimension
+    c10d._register_process_group(dimension, group)
+    assert mesh.mesh_dim_names is not None
+    mesh._dim_group_names[mesh.mesh_dim_names.index(dimension)] = dimension
+    getattr(mesh, "_pg_registry", {})[dimension] = group  # since torch 2.12
+
+
 def forget_meshes() -> None:
     """Drops what torch caches by mesh. Meshes of two generations compare equal, so these caches
     would hand out the groups of a generation that is gone."""

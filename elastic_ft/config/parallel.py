@@ -50,7 +50,7 @@ class ParallelConfig(Section):
     # Of a preset: logits of so many tokens at a time in the loss, which then takes no more memory
     # for a longer sequence. None: of all.
     loss_chunk_tokens: int | None = Field(None, ge=1, le=SEQUENCE_MAX)
-    # Of a preset, without tp and pp: each layer by torch.compile, before a worker takes part.
+    # Of a preset, without pp and cp: each layer by torch.compile, before a worker takes part.
     compile: bool = False
     # Native, without tp and pp: parameters that a rank's samples do not use have gradients of zero.
     unused_parameters: bool = False
@@ -133,13 +133,14 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def compiles_whole_layers(self) -> ParallelConfig:
-        whole = (
-            self.engine == "native" and self.strategy != "auto" and self.wish.ranks_per_sample == 1
-        )
-        if self.compile and (not whole or self.offload_activations):
+        native = self.engine == "native" and self.strategy != "auto"
+        others = self.pp > 1 or self.cp > 1 or self.tp_plan or self.offload_activations
+        if self.compile and (others or not native):
             raise ValueError(
-                "compile: is of ddp, fsdp and hsdp without tp, pp, cp or offload_activations"
+                "compile: is of ddp, fsdp and hsdp without pp, cp, tp_plan or offload_activations"
             )
+        if self.compile and self.tp > 1 and self.activation_checkpointing:
+            raise ValueError("compile: with tp not with activation_checkpointing: torch can't")
         return self
 
     @model_validator(mode="after")

@@ -5,7 +5,8 @@ Of a layer with experts, all before these: what routers choose is of another siz
 All layers of a model are one graph. FSDP has a layer's weights whole as it runs, so that neither
 another world nor a module that is built anew compiles again: torch keeps what it has compiled by
 the code of ``forward``, for as long as the process lives (I6), and on the node's disk for the next
-one. Nothing here ever resets that.
+one. With tensor parallelism a graph is of one world, too (torch compares the mesh): the first step
+in another one traces again, and finds on disk what that compiles to.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from elastic_ft import torch_private
 from elastic_ft.config import Job
+from elastic_ft.core.layouts.layout import OF_LAYERS
 from elastic_ft.engines.activations import checkpoint_activations
 from elastic_ft.engines.base import Compiled
 from elastic_ft.engines.modules import DTYPES, mixed_precision, to_empty
+from elastic_ft.engines.tensor_parallel import parallelize_block
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, rotations, who_attends
 from elastic_ft.models.experts import MixtureBlock, MixtureDecoder
 
-# Of one forward, over all generations: masked batches, precision. Beyond it torch runs eagerly.
+# Of one forward, over all generations: masked batches, precision, worlds. torch refuses any more.
 GRAPHS_MAX = 64
 
 
@@ -64,7 +67,14 @@ class Compiler:
         torch_private.set_up_compiler(GRAPHS_MAX)
         self._job, self._device = job, device
         self._warmed: tuple[int, float] | None = (0, 0.0)  # graphs, seconds; None: told
-        self._seen = torch_private.compiled_graphs()
+        self._seen = self._kept_since = torch_private.compiled_graphs()
+
+    def begin_layout(self) -> None:
+        """Nothing runs. Graphs of worlds that are gone go, before torch would refuse any more."""
+        graphs = torch_private.compiled_graphs()
+        if graphs - self._kept_since >= GRAPHS_MAX // 2:
+            torch.compiler.reset()
+            self._kept_since = graphs
 
     def warm_up(self, model: nn.Module, whole: bool) -> None:
         """Compiles one layer's forward and backward, of shapes as in a step: with no group, and
@@ -79,14 +89,18 @@ class Compiler:
             layer.ffn = Unmixed()
         if again := self._job.parallel.activation_checkpointing:
             blocks = checkpoint_activations(holder, blocks, again)
-        compile_blocks(blocks)
-        x, turns, attends = self._inputs(model, torch.float32 if whole else dtype)
+        sharing = self._job.parallel.wish.ranks_per_sample  # a layer: no other has compiled ones
+        x, turns, attends = self._inputs(model, torch.float32 if whole else dtype, sharing)
         autocast = whole and dtype is not torch.float32
         with contextlib.ExitStack() as stack:
+            if sharing > 1 or not whole:
+                stack.enter_context(torch_private.pretended_world(sharing))
+                mesh = _mesh_of(sharing, self._device)
+            if sharing > 1:
+                parallelize_block(holder[0], mesh[OF_LAYERS])
+            compile_blocks(blocks)
             if not whole:  # FSDP2 makes modules of classes of its own, which code is compiled for
-                stack.enter_context(torch_private.pretended_world(1))
-                mesh = init_device_mesh(self._device.type, (1,))
-                fully_shard(blocks[0], mesh=mesh, mp_policy=mixed_precision(dtype))
+                fully_shard(blocks[0], mesh=mesh["dp_shard"], mp_policy=mixed_precision(dtype))
             to_empty(holder, self._device)
             with torch.autocast(self._device.type, dtype=dtype, enabled=autocast):
                 out = blocks[0](x, turns, attends=attends)
@@ -95,14 +109,17 @@ class Compiler:
         self._warmed = graphs - self._seen, time.monotonic() - began_s
         self._seen = graphs
 
-    def _inputs(self, model: Decoder | MixtureDecoder, dtype: torch.dtype) -> tuple[Any, ...]:
-        """As ``Decoder.forward`` gives them to a layer."""
+    def _inputs(
+        self, model: Decoder | MixtureDecoder, dtype: torch.dtype, sharing: int
+    ) -> tuple[Any, ...]:
+        """As ``Decoder.forward`` gives them to a layer, whose ``sharing`` ranks have some
+        positions each."""
         config, batch = model.config, self._job.batch.micro_batch_size
-        length = config.max_sequence_length
+        length = -(-config.max_sequence_length // sharing) * sharing
         positions = None
         if self._job.data.separate_documents:
             positions = torch.arange(length, device=self._device).expand(batch, length)
-        x = torch.zeros(batch, length, config.dim, dtype=dtype, device=self._device)
+        x = torch.zeros(batch, length // sharing, config.dim, dtype=dtype, device=self._device)
         theta = config.rope_theta
         turns = rotations(length, config.head_dim, theta, self._device, positions)
         return x.requires_grad_(), turns, who_attends(None, positions)
@@ -116,6 +133,16 @@ class Compiler:
         warmed, seconds = self._warmed or (0, 0.0)
         self._warmed = None
         return Compiled(inside, warmed, seconds)
+
+
+def _mesh_of(sharing: int, device: torch.device) -> DeviceMesh:
+    """As a rank of the first ``sharing`` has it: what others compile for theirs comes from the cache on
+    disk."""
+    sizes = {"dp_shard": 1} | ({OF_LAYERS: sharing} if sharing > 1 else {})
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if sharing > 1:
+        torch_private.name_groups(mesh, OF_LAYERS)
+    return mesh
 
 
 def eagerly(compiler: Compiler | None) -> contextlib.AbstractContextManager[Any]:

@@ -135,6 +135,8 @@ class NativeEngine(EngineOfJob):
 
     def _lay_out(self, groups: Groups | None) -> None:
         self._laid_out, of = None, (self.job, self._factory, self._computed, self.device)
+        if self._compiler is not None:
+            self._compiler.begin_layout()
         self._laid_out = laid_out.lay_out(*of, groups)
         self.named.tally = self._laid_out.balancing
 

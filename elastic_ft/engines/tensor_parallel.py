@@ -231,10 +231,10 @@ def _parallelize_decoder(model: Decoder | DecoderStage, mesh: DeviceMesh) -> Non
     model.length_multiple = mesh.size()
     for block in model.modules():
         if isinstance(block, Block):
-            parallelize_module(block, mesh, _block_plan())
+            parallelize_block(block, mesh)
     ends: dict[str, ParallelStyle] = {}
     if model.embedding is not None:
-        ends["embedding"] = RowwiseParallel(input_layouts=WHOLE, output_layouts=POSITIONS)
+        ends["embedding"] = _Arrived(input_layouts=WHOLE, output_layouts=POSITIONS)
     if model.output is not None:
         ends["norm"] = SequenceParallel()
         ends["output"] = ColwiseParallel(  # the loss is computed of logits as they lie
@@ -243,6 +243,21 @@ def _parallelize_decoder(model: Decoder | DecoderStage, mesh: DeviceMesh) -> Non
     parallelize_module(model, mesh, ends)
     if tied:  # both are cut by rows, the vocabulary
         model.output.weight = model.embedding.weight
+
+
+def parallelize_block(block: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(block, mesh, _block_plan())
+
+
+class _Arrived(RowwiseParallel):
+    """What it returns is no tensor that is still on its way: compiled layers lose the gradient of
+    one (torch 2.13)."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
+        return outputs.redistribute(placements=output_layouts).to_local()
 
 
 def _block_plan() -> dict[str, ParallelStyle]:

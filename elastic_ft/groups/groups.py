@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from elastic_ft import torch_private
 from elastic_ft.core.assignment import Member, NodeId, WorkerId
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.layout import OF_LAYERS, Layout
 from elastic_ft.core.shares import Share
 from elastic_ft.errors import GroupBroken, one_line
 from elastic_ft.groups.rendezvous import Rendezvous
@@ -356,7 +356,10 @@ class Groups(Rendezvous):
 
 def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     dims = layout.mesh_dims()
-    return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    if layout.cuts_layers:
+        torch_private.name_groups(mesh, OF_LAYERS)
+    return mesh
 
 
 def _share_experts(layout: Layout, mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -142,9 +142,14 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             id="offload-selective",
         ),
         pytest.param(
-            changed("parallel", {"compile": True, "tp": 2}),
-            "parallel: compile: is of ddp, fsdp and hsdp without tp, pp, cp or",
-            id="compile-tp",
+            changed("parallel", {"compile": True, "pp": 2}),
+            "parallel: compile: is of ddp, fsdp and hsdp without pp, cp, tp_plan or",
+            id="compile-pp",
+        ),
+        pytest.param(
+            changed("parallel", {"compile": True, "tp": 2, "activation_checkpointing": True}),
+            "parallel: compile: with tp not with activation_checkpointing",
+            id="compile-tp-recompute",
         ),
         pytest.param(
             changed("parallel.activation_checkpointing", "some"),

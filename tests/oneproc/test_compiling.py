@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from elastic_ft import torch_private
+from elastic_ft.engines import compiling
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.compiling import GRAPHS_MAX, check_compiler
+from elastic_ft.engines.compiling import GRAPHS_MAX, Compiler, check_compiler
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.models.experts import MixtureConfig, MixtureDecoder
@@ -100,3 +101,20 @@ def test_every_thread_compiles_as_the_process_was_set_up() -> None:
     finally:
         torch_private.set_up_compiler(int(before))
     assert found == [(GRAPHS_MAX + 1, 1)] * 2
+
+
+def test_graphs_of_worlds_that_are_gone_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tp each world has one. torch ends the step of a layer that has too many."""
+    monkeypatch.setattr(compiling, "GRAPHS_MAX", 4)
+    compiler = Compiler(job_of(parallel={"compile": True}), torch.device("cpu"))
+
+    def layer(x: torch.Tensor, world: int) -> torch.Tensor:
+        return x * world
+
+    made = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
+    try:
+        for world in range(2, 14):
+            compiler.begin_layout()
+            assert made(torch.ones(2), world).tolist() == [world, world]
+    finally:
+        torch_private.set_up_compiler(GRAPHS_MAX)

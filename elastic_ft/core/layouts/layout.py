@@ -19,6 +19,7 @@ Strategy = Literal["ddp", "fsdp", "hsdp"]
 # whole sequence (ulysses), where their number divides the heads.
 ContextMethod = Literal["all_gather", "ulysses", "auto"]
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a layout, the outermost first
+OF_LAYERS = "tp"  # by which the ranks that share each layer are found
 MODEL_DIMENSIONS = ("tp", "pp", "cp")  # those of them that share one sample's work; wished for
 WISHES = (*MODEL_DIMENSIONS, "ep")  # what a job file says the size of
 EXPERTS_MAX = 4096  # of a layer
