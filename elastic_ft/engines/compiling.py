@@ -136,8 +136,8 @@ class Compiler:
 
 
 def _mesh_of(sharing: int, device: torch.device) -> DeviceMesh:
-    """As a rank of the first ``sharing`` has it: what others compile for theirs comes from the cache on
-    disk."""
+    """As a rank of the first ``sharing`` has it: what others compile for theirs comes from the
+    cache on disk."""
     sizes = {"dp_shard": 1} | ({OF_LAYERS: sharing} if sharing > 1 else {})
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if sharing > 1:
