@@ -38,7 +38,8 @@ STORE_S = 60.0  # for each call
 HEARING_S = 5.0  # to be told what is asked: a store that is back is asked again
 MIRROR_BYTES_PER_S = 4 << 20  # at most, on average
 RESULT_AWAY_S, RESULT_AGAIN_S = 600.0, 2.0  # a complete job's result waits for its store
-SEGMENTS_MAX = {"inbox.jsonl": 256 << 10}  # it is mirrored twice a second
+SEGMENTS_MAX = dict.fromkeys(segments.NUMBERS, segments.SEGMENT_BYTES)
+SEGMENTS_MAX["inbox.jsonl"] = 256 << 10  # it is mirrored twice a second
 RECORD = ("ledger.jsonl", "steps.jsonl")  # in this order: a step line has its samples
 # Files that go up together are of one moment.
 UPLOADS_INBOX = ("inbox.jsonl",)
@@ -61,28 +62,22 @@ class RunFolder(InboxFile):
         self._hearing = open_store(self.url, deadline_s=HEARING_S)
         folder = local_path(self.url)
         self.is_remote = folder is None
-        if folder is None:
-            folder = scratch.make("elastic_ft_run_")
-        self.path = folder
+        self.path = folder or scratch.make("elastic_ft_run_")
         self.path.mkdir(parents=True, exist_ok=True)
         self._uploading = threading.Lock()
         self._sent_bytes = 0
         self._stop_mirror = threading.Event()
         self._mirrored: dict[str, files.Stamp] = {}
         self._mirrors = {
-            name: segments.Mirror(
-                self._store,
-                name,
-                self._check_claim,
-                min(segment_bytes, SEGMENTS_MAX.get(name, segment_bytes)),
-            )
-            for name in segments.NUMBERS
+            name: segments.Mirror(self._store, name, self._check_claim, min(segment_bytes, most))
+            for name, most in SEGMENTS_MAX.items()
         }
         self._request_seen: files.Stamp | None = None
         self._claim: owners.Claim | None = None
         self._superseded: Superseded | None = None
         self._has_result = self._is_complete = self.hurried = self._is_begun = False
         self._threads: list[threading.Thread] = []
+        self._removed: set[str] = set()  # here, and not there yet
         self.mirror_error = ""
 
     def hurry(self) -> None:
@@ -180,11 +175,8 @@ class RunFolder(InboxFile):
         if self.is_remote:
             self._upload(UPLOADS_INBOX)
             return
-        handle = os.open(self.path / "inbox.jsonl", os.O_RDONLY)
-        try:
-            os.fdatasync(handle)
-        finally:
-            os.close(handle)
+        with (self.path / "inbox.jsonl").open("rb") as file:
+            os.fdatasync(file.fileno())
 
     def rewrite(self, name: str, content: bytes) -> None:
         """In a file of its own: what another controller may yet append goes to the old one.
@@ -334,12 +326,18 @@ class RunFolder(InboxFile):
 
     def _remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
-        if not self.is_remote:
-            return
-        try:
-            self._store.delete(name)
-        except StoreFailed as error:  # of a request: the next start would obey it
-            self.mirror_error = str(error)
+        if self.is_remote:
+            self._removed.add(name)
+            with self._noting_trouble():
+                self._delete_removed()
+
+    def _delete_removed(self) -> None:
+        """Of a request: the next start would obey it. Raises StoreFailed, Superseded."""
+        for name in tuple(self._removed):
+            self._check_claim()
+            if name in requests.NAMES or not (self.path / name).exists():
+                self._store.delete(name)
+            self._removed.discard(name)
 
     # --------------------------------------------------------------- mirroring
 
@@ -368,6 +366,7 @@ class RunFolder(InboxFile):
         with self._noting_trouble():
             for names in (*UPLOADS, REPORT):
                 self._upload(names)
+            self._delete_removed()
 
     def _mirror_whole(self) -> None:
         """For the last time. Of a job that is complete nobody comes later to make up for it."""
