@@ -151,7 +151,7 @@ def check(
 
 @app.command()
 def resume(
-    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an earlier run.")],
+    run_folder: options.RunFolderOf,
     address: options.RayAddress = None,
     local_nodes: options.LocalNodes = None,
     processes: options.Processes = False,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from elastic_ft.cli.options import RunOrJob
+from elastic_ft.cli.options import RunFolderOf, RunOrJob
 from elastic_ft.cli.progress import ProgressDisplay, say
 from elastic_ft.cli.run import EndOfRun, conclude
 from elastic_ft.cli.service_commands import ServiceUrl, is_job, stop_job
@@ -19,10 +19,8 @@ from elastic_ft.observe.run_reader import RunReader, Watch
 
 TOLD_MAX = 20  # lines of what has happened before
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a running job.")]
 
-
-def attach(run_folder: RunArgument) -> int:
+def attach(run_folder: RunFolderOf) -> int:
     """Show a running job again, to its end."""
     from elastic_ft.cli.followed import Followed
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from elastic_ft.cli.options import Json
+from elastic_ft.cli.options import Json, given
 from elastic_ft.cli.progress import console, print_json, say
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.wording import human_size
@@ -42,7 +42,9 @@ class Format(StrEnum):
 
 Url = Annotated[
     str,
-    typer.Argument(metavar="URL", help="Of a folder of checkpoints, or of one manifest."),
+    typer.Argument(
+        metavar="URL", help="Of a folder of checkpoints, or of one manifest.", callback=given
+    ),
 ]
 StepOption = Annotated[
     int | None, typer.Option(metavar="N", min=0, help="That step (default: the newest).")
@@ -147,7 +149,10 @@ def verify(
 
 @app.command()
 def diff(
-    url_a: Annotated[str, typer.Argument(metavar="URL_A", help="A folder, or a manifest's URL.")],
+    url_a: Annotated[
+        str,
+        typer.Argument(metavar="URL_A", help="A folder, or a manifest's URL.", callback=given),
+    ],
     url_b: Annotated[str | None, typer.Argument(metavar="[URL_B]", help="Another one.")] = None,
     step: Annotated[
         list[int] | None,

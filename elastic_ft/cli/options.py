@@ -7,10 +7,21 @@ from typing import Annotated
 
 import typer
 
+
+def given(value: str | None) -> str | None:
+    """Of a variable of the shell's that is not set nothing is left: it names no place."""
+    if value == "":
+        raise typer.BadParameter("expected a path, a URL or a name, found nothing")
+    return value
+
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
-RunFolderOf = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
+RunFolderOf = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a run.", callback=given)
+]
 RunOrJob = Annotated[
-    str, typer.Argument(metavar="RUN", help="Its run folder, or its id at the service.")
+    str,
+    typer.Argument(metavar="RUN", help="Its run folder, or its id at the service.", callback=given),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 RayAddress = Annotated[
@@ -27,7 +38,8 @@ Processes = Annotated[
     bool, typer.Option("--processes", help="On plain processes of this machine, without Ray.")
 ]
 ScenarioName = Annotated[
-    str | None, typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.")
+    str | None,
+    typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.", callback=given),
 ]
 AcceptChanges = Annotated[
     bool,
@@ -51,5 +63,9 @@ Foreground = Annotated[
 ]
 Out = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="The run folder, or any fsspec URL (default: runs/<name>)."),
+    typer.Option(
+        metavar="DIR",
+        help="The run folder, or any fsspec URL (default: runs/<name>).",
+        callback=given,
+    ),
 ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastic_ft.cli.options import JobFile, LocalNodes
+from elastic_ft.cli.options import JobFile, LocalNodes, given
 from elastic_ft.cli.progress import clock, say
 from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
 from elastic_ft.errors import ConfigError
@@ -40,7 +40,7 @@ ServiceUrl = Annotated[
     ),
 ]
 JobIdArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="A job's id, as submit printed it.")
+    str, typer.Argument(metavar="ID", help="A job's id, as submit printed it.", callback=given)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 

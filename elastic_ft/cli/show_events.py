@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_ft.cli.options import RunOrJob
+from elastic_ft.cli.options import RunOrJob, given
 from elastic_ft.cli.service_commands import ServiceUrl, client, is_job
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.observe.alive import Vigil, seems_dead
@@ -101,7 +101,10 @@ def _told(
 
 def replay(
     journal: Annotated[
-        str, typer.Argument(metavar="RUN", help="The folder of a run, or its events.jsonl.")
+        str,
+        typer.Argument(
+            metavar="RUN", help="The folder of a run, or its events.jsonl.", callback=given
+        ),
     ],
 ) -> int:
     """Decide a run's events again: each decision must be the same."""

@@ -360,11 +360,35 @@ def test_other_commands_refuse_what_is_no_run(
         assert "nowhere: not a run folder" in capfd.readouterr().err
 
 
-def test_no_url_is_no_folder_of_checkpoints(
-    folder: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("tail", [[], ["--out"], ["--chaos"]], ids=["RUN", "out", "chaos"])
+def test_an_empty_argument_names_nothing(
+    write_job: Callable[..., str], capfd: pytest.CaptureFixture[str], tail: list[str]
 ) -> None:
-    assert run_command(["checkpoint", "ls", ""]) == BAD_USAGE
-    assert capfd.readouterr().err == "elastic-ft: URL: expected a path or a URL, found nothing\n"
+    """A variable of the shell's that is not set: `resume ""` spoke of the folder /."""
+    on_runs = [
+        "resume",
+        "attach",
+        "stop",
+        "events",
+        "report",
+        "replay",
+        "tensorboard",
+        "wandb",
+        "mlflow",
+    ]
+    on_runs += ["tensorboard", "wandb", "mlflow"]
+    groups = [["checkpoint", "ls"], ["checkpoint", "diff"], ["chaos", "check"]]
+    jobs = [["status"], ["logs"], ["resize", "--workers", "2"]]
+    places = [*([name] for name in on_runs), *jobs, *groups]
+    for command in [["run", write_job(), "--processes", *tail]] if tail else places:
+        assert run_command([*command, ""]) == BAD_USAGE
+        out, err = capfd.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert re.fullmatch(
+            r"elastic-ft: Invalid value for '(RUN|ID|URL|URL_A|--out|--chaos)': expected a path, "
+            r"a URL or a name, found nothing \(see elastic-ft --help\)\n",
+            err,
+        ), (command, err)
 
 
 def test_a_mistake_is_answered_without_torch_and_ray(write_job: Callable[..., str]) -> None:
