@@ -23,6 +23,7 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.transport.tls import find_openssl
 
 CONNECT_TIMEOUT_S = 5.0
+PORT_MAX = 65535
 HEAD_TIMEOUT_S = 10.0  # for its first word
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # of gRPC
 
@@ -196,9 +197,11 @@ def check_compiler_here(job: Job) -> None:
 def check_address(address: str) -> None:
     """Whether a head answers there: Ray itself would try for a quarter of an hour. Raises
     ConfigError."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():  # "auto": Ray looks for a cluster of this machine, and says at once
+    if address == "auto":  # Ray looks for a cluster of this machine, and says at once
         return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal() or int(port) > PORT_MAX:
+        raise ConfigError(f"--address: expected HOST:PORT or auto, found {address!r}")
     try:
         with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as head:
             _await_answer(head, address)

@@ -103,7 +103,9 @@ class RunReader:
         can't be said."""
         try:
             return _read(self.url, name)
-        except (OSError, ElasticError) as error:
+        except ElasticError as error:  # which says what, and where
+            raise ConfigError(str(error)) from None
+        except OSError as error:
             why = one_line(error, 120)
             raise ConfigError(f"{self.url}/{name} can't be read: {why}") from None
 

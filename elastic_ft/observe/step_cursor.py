@@ -67,8 +67,11 @@ def numbers_of(line: Line) -> Iterable[tuple[str, float]]:
 
 def lock_folder(folder: Path, tool: str) -> TextIO:
     """Makes the folder; held until the file is closed. Raises UsageError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / LOCK).open("a")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a")
+    except OSError as error:
+        raise UsageError(f"{tool}: {folder}: cannot be written: {error.strerror}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

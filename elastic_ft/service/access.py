@@ -116,8 +116,10 @@ def read_token(path: Path) -> str:
     """Raises ConfigError: also where others may read it."""
     try:
         mode, token = path.stat().st_mode, path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: no token can be read there: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: no token can be read there: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a token") from None
     if mode & 0o077:
         raise ConfigError(f"{path}: others may read this token: expected mode 0600")
     if not token or not token.isascii() or not token.isprintable():

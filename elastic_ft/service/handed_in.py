@@ -11,7 +11,6 @@ from elastic_ft.config.mistakes import SHOWN
 from elastic_ft.config.section import COUNT_MAX
 from elastic_ft.errors import ConfigError, printable
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 NO_TEXT = re.compile(r"[\0\ud800-\udfff]")  # in no file's name, no environment and no UTF-8
 REQUEST_MAX = 100  # characters
 
@@ -21,16 +20,11 @@ def handed_in_job(asked: dict[str, Any]) -> Job:
     given = asked.get("job")
     if isinstance(given, str):
         given = parse_yaml(given.encode(errors="surrogatepass"), "job")
-    elif not isinstance(given, dict):
-        raise ConfigError(f"job: expected a job file, found {type(given).__name__}")
+    if isinstance(given, dict) and asked.get("name") is not None:
+        given = given | {"name": asked["name"]}
     job = parse_job(given)  # which bounds how deep it is
     check_values(given)
-    name = asked.get("name")
-    if name is None:
-        return job
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ConfigError(f"name: expected letters, digits, . _ -; found {name!r:.80}")
-    return job.model_copy(update={"name": name})
+    return job
 
 
 def check_request(request: Any) -> str:

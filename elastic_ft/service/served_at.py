@@ -57,6 +57,18 @@ class HowToServe:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return service_url(host, self.port, bool(self.tls_cert))
 
+    def tls(self) -> ssl.SSLContext | None:
+        """Of the files of this machine. Raises UsageError."""
+        if not self.tls_cert:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key or None)
+        except OSError as error:  # SSLError, too
+            why = f"{self.tls_cert}, {self.tls_key}: {error.strerror or error}"
+            raise UsageError(f"--tls-cert, --tls-key: {why}") from None
+        return context
+
 
 async def bound(
     runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext | None, insist: bool

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from elastic_ft.config import Job
-from elastic_ft.errors import StoreFailed, Superseded, UsageError
+from elastic_ft.errors import StoreFailed, Superseded
 from elastic_ft.hosts.ray.lives import is_restarted_actor
 from elastic_ft.hosts.ray.names import NAMESPACE
 from elastic_ft.hosts.ray.started_by import KEY
@@ -134,7 +133,7 @@ async def open_service(
 ) -> None:
     """``note``: told the port, in another thread. No method: an actor that has one such is another
     kind, whose calls run in a loop."""
-    tls = tls_of(how)
+    tls = how.tls()
     runner = runner_of(api.application())
     await runner.setup()
     port = await bound(runner, how.host, how.port, tls, is_restarted)
@@ -180,18 +179,6 @@ def submit_on_ray(job: Job, run_url: str, executable: str) -> None:
     environment = {KEY: executable} if executable else {}
     config = RunConfig(name=name, storage_path=parent, worker_runtime_env=environment)
     ElasticTrainer(job, run_config=config).start()
-
-
-def tls_of(options: HowToServe) -> ssl.SSLContext | None:
-    """Raises UsageError."""
-    if not options.tls_cert:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(options.tls_cert, options.tls_key or None)
-    except (OSError, ssl.SSLError) as error:
-        raise UsageError(f"--tls-cert, --tls-key: {options.tls_cert}: {error}") from None
-    return context
 
 
 def _import_trainer() -> None:

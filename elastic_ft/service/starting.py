@@ -104,6 +104,7 @@ def start_here(
     path, folder = local_path(how.folder), how.folder
     if path is None:
         raise ConfigError("--folder: of a local cluster it is a folder of this machine")
+    how.tls()  # before a cluster is started
     path.mkdir(parents=True, exist_ok=True)
     file = path / local_nodes.FILE
     if not ended_here(folder, ENDING_TIMEOUT_S) and (pid := _living(file)) is not None:

@@ -360,35 +360,11 @@ def test_other_commands_refuse_what_is_no_run(
         assert "nowhere: not a run folder" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("tail", [[], ["--out"], ["--chaos"]], ids=["RUN", "out", "chaos"])
-def test_an_empty_argument_names_nothing(
-    write_job: Callable[..., str], capfd: pytest.CaptureFixture[str], tail: list[str]
-) -> None:
-    """A variable of the shell's that is not set: `resume ""` spoke of the folder /."""
-    on_runs = [
-        "resume",
-        "attach",
-        "stop",
-        "events",
-        "report",
-        "replay",
-        "tensorboard",
-        "wandb",
-        "mlflow",
-    ]
-    on_runs += ["tensorboard", "wandb", "mlflow"]
-    groups = [["checkpoint", "ls"], ["checkpoint", "diff"], ["chaos", "check"]]
-    jobs = [["status"], ["logs"], ["resize", "--workers", "2"]]
-    places = [*([name] for name in on_runs), *jobs, *groups]
-    for command in [["run", write_job(), "--processes", *tail]] if tail else places:
-        assert run_command([*command, ""]) == BAD_USAGE
-        out, err = capfd.readouterr()
-        assert out == "" and err.count("\n") == 1
-        assert re.fullmatch(
-            r"elastic-ft: Invalid value for '(RUN|ID|URL|URL_A|--out|--chaos)': expected a path, "
-            r"a URL or a name, found nothing \(see elastic-ft --help\)\n",
-            err,
-        ), (command, err)
+@pytest.mark.parametrize("address", ["x", "ray://x", "", "10.0.0.1", "host:1x", "host:65536"])
+def test_an_address_without_a_port_is_none(refused: Refused, address: str) -> None:
+    """Ray looked for it for 15 s, and `check` found nothing to say."""
+    line = refused({}, options=["--address", address])
+    assert line == f"elastic-ft: --address: expected HOST:PORT or auto, found {address!r}\n"
 
 
 def test_a_mistake_is_answered_without_torch_and_ray(write_job: Callable[..., str]) -> None:

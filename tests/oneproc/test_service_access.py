@@ -15,7 +15,6 @@ import pytest
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.service.access import Rights, check_host, new_token, read_token
 from elastic_ft.service.served_at import HowToServe
-from elastic_ft.service.service_actor import tls_of
 from elastic_ft.service.service_client import Client, ServiceAway
 from elastic_ft.service.service_config import load_config
 from tests.oneproc.served import JOB, WAIT_S, Served, post
@@ -101,13 +100,13 @@ def test_tls_by_certificate_files(serve: Callable[..., Served], tmp_path: Path) 
     )
     files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run(["openssl", *options.split(), *files], check=True, capture_output=True)
-    served = serve(tls=tls_of(HowToServe("F", tls_cert=str(cert), tls_key=str(key))))
+    served = serve(tls=HowToServe("F", tls_cert=str(cert), tls_key=str(key)).tls())
     client = Client(served.url, ca_file=cert, away_s=0.0)
     assert client.submit(JOB)["page"].startswith("https://127.0.0.1")
     with pytest.raises(ServiceAway, match="certificate verify failed"):
         Client(served.url, away_s=0.0).jobs()
     with pytest.raises(UsageError, match="--tls-cert, --tls-key"):
-        tls_of(HowToServe("F", tls_cert=str(tmp_path / "none"), tls_key=str(key)))
+        HowToServe("F", tls_cert=str(key), tls_key=str(key)).tls()  # a key is no certificate
 
 
 def test_a_token_is_for_its_owner(tmp_path: Path) -> None:

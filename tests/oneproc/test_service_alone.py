@@ -102,11 +102,21 @@ def test_the_same_request_is_one_job(serve: Callable[..., Served]) -> None:
     [
         ({"job": {**JOB, "stepz": 1}}, "stepz: unknown key, did you mean steps?"),
         ({"job": "name: [unclosed"}, "job: not YAML"),
-        ({"job": 7}, "job: expected a job file, found int"),
-        ({"job": JOB, "queue": "fast"}, "there is no queue fast: default, research"),
+        ({"job": 7}, "job: expected a mapping of sections, found int"),
+        ({"job": JOB, "queue": "fast"}, "there is no queue fast, but: default, research"),
         ({"job": JOB, "priority": "high"}, "priority: expected a whole number"),
-        ({"job": JOB, "name": "a b"}, "name: expected letters"),
+        (
+            {"job": JOB, "name": "a b"},
+            "name: expected letters, digits, '.', '_' and '-', of which a",
+        ),
         ({"job": JOB, "name": "tiny\n"}, "name: expected letters"),
+        (
+            {"job": JOB, "name": "-x"},
+            "name: expected letters, digits, '.', '_' and '-', of which a",
+        ),
+        ({"job": JOB, "name": "n" * 101}, "name: expected at most 100 characters"),
+        ({"job": JOB, "name": 7}, "name: "),
+        ({"job": None}, "job: expected a mapping of sections, found nothing"),
         ({"job": {**JOB, "name": "n" * 260}}, "name: "),
         (
             {"job": {**JOB, "elastic": {"min_workers": 4, "max_workers": 8}}, "queue": "research"},
