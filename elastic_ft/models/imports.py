@@ -24,7 +24,7 @@ def import_object(path: str, key: str, error: type[UsageError]) -> Any:
         sys.path.insert(0, here)
     try:
         found = importlib.import_module(module_name)
-    except Exception as cause:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as cause:  # a module may raise anything while it is imported
         raise error(f"{key}: cannot import {module_name!r}: {one_line(cause)}") from cause
     for attribute in attributes.split("."):
         try:
@@ -44,5 +44,5 @@ def call_object(path: str, kwargs: dict[str, Any], key: str, error: type[UsageEr
         raise error(f"{key}: expected a callable, {path!r} is {type(function).__name__}")
     try:
         return function(**kwargs)
-    except Exception as cause:  # the user's code may raise anything
+    except (Exception, SystemExit) as cause:  # the user's code may raise anything
         raise error(f"{key}: {path}(**kwargs) failed: {one_line(cause)}") from cause

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,6 +333,18 @@ def test_a_model_that_cannot_be_built_is_one_line(arguments: dict[str, Any], exp
     with pytest.raises(ModelError, match=expected) as caught:
         build_on_meta(**arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["sys.exit('no licence')", "def make(): sys.exit('no licence')"])
+def test_a_model_that_ends_the_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    """`check` ended with its code and its words; a job's workers were started again and again."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = f"ends{len(line)}"
+    (tmp_path / f"{module}.py").write_text(f"import sys\n{line}\n")
+    with pytest.raises(ModelError, match=rf"^model.path: .*{module}.*: SystemExit: no licence$"):
+        build_on_meta(path=f"{module}:make")
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
