@@ -24,10 +24,23 @@ from elastic_ft.core.state import Turn, is_current
 
 
 def worker_lost(turn: Turn, event: ev.WorkerLost) -> None:
+    if turn.state.phase == "starting" and event.worker not in turn.state.ready and not event.asked:
+        _note_unready(turn, event.worker, event.cause)
     has_ended(turn, event.worker)
     if event.worker in turn.state.ready:  # cut off, perhaps alive: it must not come back (I1)
         turn.do(cmd.KillWorker(event.worker, f"it is lost: {event.cause}"))
     lose(turn, [event.worker], "worker_lost", event.cause, event.silent_s)
+
+
+def _note_unready(turn: Turn, worker: WorkerId, cause: str) -> None:
+    """It was in no world, so no other line tells why a job does not start. Of one worker several
+    say what they saw."""
+    known = turn.state.unfit_why
+    if not known.startswith(f"{worker}: "):
+        if worker not in turn.state.gone:
+            turn.set(unfit_why=f"{worker}: {cause}")
+    elif cause not in known:
+        turn.set(unfit_why=f"{known}, {cause}")
 
 
 def worker_hung(turn: Turn, event: ev.WorkerHung) -> None:

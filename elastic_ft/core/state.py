@@ -79,7 +79,7 @@ class State:
     done: int = 0  # bits by rank
     state_digest: str = ""
     unfit: dict[WorkerId, NodeId] = field(default_factory=dict)  # could not take part; the last few
-    unfit_why: str = ""  # of the last one
+    unfit_why: str = ""  # of the last one, or of who ended before it was ready
     draining: dict[NodeId, float] = field(default_factory=dict)
     keepers: dict[NodeId, Keeper] = field(default_factory=dict)
     unkept: frozenset[WorkerId] = frozenset()  # whose snapshots no keeper has

@@ -74,6 +74,19 @@ def test_too_few_workers_at_the_deadline_end_the_job() -> None:
     assert script.ready("b", "n2") == []  # it has ended
 
 
+def test_why_workers_end_before_they_are_ready_is_said_at_the_deadline() -> None:
+    """Of a model whose import ends the process, "0 workers ready" was all that a user was told."""
+    script = ddp(min_workers=1)
+    script.tell(WorkerLost, "a", "its process died")
+    script.tell(WorkerLost, "b", "its connection ended")
+    script.tell(WorkerLost, "b", "SystemExit: no licence")
+    script.tell(WorkerLost, "a", "its connection ended")  # the last that came to its end counts
+    script.tell(WorkerLost, "c", "released", asked=True)
+    why = "; b: its connection ended, SystemExit: no licence"
+    reason = f"0 workers ready after 300 s, min_workers is 1{why}"
+    assert FinishJob("failed", reason) in script.fire("start")
+
+
 def test_a_job_goes_on_from_its_newest_checkpoint() -> None:
     refs = (CheckpointRef(20, "s3://b/20"), CheckpointRef(10, "s3://b/10"))
     script = Script(Policy(1, 1), *refs)
