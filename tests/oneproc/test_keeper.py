@@ -86,6 +86,15 @@ def test_two_that_ended_at_one_step_are_told_apart(desk: Desk, keeper: Keeper) -
         assert left.read([("a", WHOLE)])[0] == value
 
 
+def leave(desk: Desk, keeper: Keeper, worker: str, step: int) -> Any:
+    """A worker that has a shard of ``step`` ends. Returns the memory that it had mapped."""
+    client = KeeperClient(keeper, desk.server.key, worker)
+    _, memory = write(client, step)
+    client.close()
+    desk.next(KeeperHolds)
+    return memory
+
+
 def await_dropped(desk: Desk, keeper: Keeper, step: int) -> None:
     """Of w0. The command and the request come over two connections."""
     for _ in range(1000):
@@ -98,10 +107,7 @@ def await_dropped(desk: Desk, keeper: Keeper, step: int) -> None:
 
 def test_what_is_needed_no_more_is_dropped(desk: Desk, keeper: Keeper) -> None:
     for worker in ("w0", "w1"):
-        client = KeeperClient(keeper, desk.server.key, worker)
-        write(client, 6)
-        client.close()
-        desk.next(KeeperHolds)
+        leave(desk, keeper, worker, 6)
     desk.server.send(keeper.name, DropKept("n0", "w0"))
     await_dropped(desk, keeper, 6)
     assert LeftShard(keeper, desk.server.key, "w1", of(6), SHARD).schema
@@ -109,10 +115,7 @@ def test_what_is_needed_no_more_is_dropped(desk: Desk, keeper: Keeper) -> None:
 
 def test_a_state_of_another_history_is_not_served(desk: Desk, keeper: Keeper) -> None:
     """The worker has step 6 as generation 1 computed it; the job has trained it again since."""
-    client = KeeperClient(keeper, desk.server.key, "w0")
-    write(client, 6)
-    client.close()
-    desk.next(KeeperHolds)
+    leave(desk, keeper, "w0", 6)
     with pytest.raises(StateDamaged, match="is not kept here"):
         LeftShard(keeper, desk.server.key, "w0", of(6, generation=2), SHARD)
 
@@ -121,10 +124,7 @@ def test_bytes_of_a_later_step_are_not_served_as_those_of_an_earlier_one(
     desk: Desk, keeper: Keeper
 ) -> None:
     """The line to the keeper ends; the worker lives, and goes on with the memory it has mapped."""
-    client = KeeperClient(keeper, desk.server.key, "w0")
-    _, memory = write(client, 40)
-    client.close()
-    desk.next(KeeperHolds)
+    memory = leave(desk, keeper, "w0", 40)
     left = LeftShard(keeper, desk.server.key, "w0", of(40), SHARD)
     buffer = np.frombuffer(memory, np.uint8)
     buffer[64:72] = np.array([42], np.int64).view(np.uint8)

@@ -225,11 +225,7 @@ def come(bench: Bench, wish: Wish) -> None:
     bench.office.ask(lambda standing: Notice(event, order=order)).result(WAIT_S)
 
 
-@pytest.mark.parametrize("what", ["stop", "suspend"])
-def test_a_controller_that_goes_while_its_job_is_to_end_or_give_way_is_done_with(
-    bench: Bench, what: str
-) -> None:
-    """One that was to give way failed."""
+def trained_and_told_to(what: str, bench: Bench) -> JobHand:
     hand = bench.hand()
     hand.step(Sight())
     trains(bench, hand, 7)
@@ -237,6 +233,15 @@ def test_a_controller_that_goes_while_its_job_is_to_end_or_give_way_is_done_with
         bench.office.tell(StopAsked(0.0, "j")).result(WAIT_S)
     else:
         come(bench, Wish(1, 1, priority=9))
+    return hand
+
+
+@pytest.mark.parametrize("what", ["stop", "suspend"])
+def test_a_controller_that_goes_while_its_job_is_to_end_or_give_way_is_done_with(
+    bench: Bench, what: str
+) -> None:
+    """One that was to give way failed."""
+    hand = trained_and_told_to(what, bench)
     hand.step(later())
     assert bench.phase == ("stopped" if what == "stop" else "suspended")
     assert len(bench.submitted) == 1
@@ -249,13 +254,7 @@ def test_a_job_that_gives_way_is_told_for_whom(
     """Its journal said that somebody had stopped it."""
     folder = RunFolder(str(bench.run))
     folder.take_over("run1", "j")
-    hand = bench.hand()
-    hand.step(Sight())
-    trains(bench, hand, 7)
-    if what == "stop":
-        bench.office.tell(StopAsked(0.0, "j")).result(WAIT_S)
-    else:
-        come(bench, Wish(1, 1, priority=9))
+    hand = trained_and_told_to(what, bench)
     hand.step(Sight())
     said = "" if what == "stop" else "the service: suspended for u (priority 9), which waits for "
     found = folder.asked(stop_request.NAME)
