@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastic_ft.cli.options import JobFile, LocalNodes, given
+from elastic_ft.cli.options import JobFile, Json, LocalNodes, given
 from elastic_ft.cli.progress import clock, say
 from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
 from elastic_ft.errors import ConfigError
@@ -42,7 +42,6 @@ ServiceUrl = Annotated[
 JobIdArgument = Annotated[
     str, typer.Argument(metavar="ID", help="A job's id, as submit printed it.", callback=given)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 def client(url: str | None) -> Client:
@@ -146,7 +145,7 @@ def _started(how: HowToServe, begin: Callable[[], str]) -> str:
 
 
 @app.command("status")
-def service_status(service: ServiceUrl = None, as_json: AsJson = False) -> int:
+def service_status(service: ServiceUrl = None, as_json: Json = False) -> int:
     """Tell who the service is, and what its nodes do."""
     found = client(service).service()
     if as_json:
@@ -240,7 +239,7 @@ def jobs(
         list[str] | None,
         typer.Option(metavar="STATE", help="Those of this state alone; may be given again."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> int:
     """List jobs: how they stand, and why they wait."""
     pages = client(service).job_pages(all, states=state or ())
@@ -299,7 +298,7 @@ def _table(page: list[dict[str, Any]]) -> Any:
     return table
 
 
-def status(job: JobIdArgument, service: ServiceUrl = None, as_json: AsJson = False) -> int:
+def status(job: JobIdArgument, service: ServiceUrl = None, as_json: Json = False) -> int:
     """Tell how a job stands, and what was decided about it."""
     found = client(service).status(job)
     if as_json:

@@ -18,7 +18,6 @@ def run_local(
     nodes: dict[str, int] | None = None,
     faults: Sequence[PointFault] = (),
     on_step: Callable[[Any, dict[str, Any]], None] | None = None,
-    accept_changes: bool = False,
 ) -> dict[str, Any]:
     """Runs ``job`` on plain processes. Returns what is in result.json.
 
@@ -28,7 +27,6 @@ def run_local(
         faults: to inject at named points.
         on_step: called with (host, step line) after each committed step, in the controller's
             thread.
-        accept_changes: go on from a checkpoint that was trained under other terms, or another name.
     """
     from elastic_ft.controller.controller import Controller
 
@@ -39,7 +37,7 @@ def run_local(
     host = LocalHost(nodes)
     run = RunFolder(out)
     url = job.checkpoint.url or f"{run.url}/checkpoints"
-    controller = Controller(job, host, run, url, faults=faults, accept_changes=accept_changes)
+    controller = Controller(job, host, run, url, faults=faults)
     if on_step is not None:
         controller.on_step = lambda line: on_step(host, line)
     return controller.run()
