@@ -21,6 +21,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
 from elastic_ft.core.rescuing import StateAt, candidates
 from elastic_ft.core.terms import Terms
+from elastic_ft.core.typed import decoder
 from elastic_ft.errors import UsageError, one_line
 from elastic_ft.keeper.emergency import (
     BEGUN,
@@ -259,36 +260,33 @@ def is_all(space: str, shards: Collection[str]) -> bool:
 
 
 def _parse_begun(value: Any) -> tuple[NodeId, float]:
-    return _text(value["node"]), float(value["at_s"])
+    return decoder(str)(value["node"]), decoder(float)(value["at_s"])
 
 
 def _parse_has(value: Any) -> list[tuple[int, int, str, str]]:
-    return [
-        (_count(step), _count(generation), _space(space), _text(shard))
-        for step, generation, space, shard in _list(value)
-    ]
+    found: list[tuple[int, int, str, str]] = decoder(list[tuple[int, int, str, str]])(value)
+    for step, generation, space, _ in found:
+        _check_state(step, generation, space)
+    return found
 
 
 def _parse_ended(value: Any) -> list[str]:
-    return [_text(line) for line in _list(value["failed"])]
+    return list(decoder(list[str])(value["failed"]))
 
 
 def _parse_done(value: Any) -> Shard:
-    lines = [RecordStep(**line) for line in _list(value["record"])]
-    for line in lines:
-        _count(line.step), _count(line.generation), _count(line.world_size), _text(line.layout)
-        if not isinstance(line.metrics, dict):
-            raise ValueError(f"metrics of step {line.step}")
-    tensors = {
-        _text(name): TensorSpec(_text(dtype), tuple(_count(size) for size in shape))
-        for name, (dtype, shape) in value["tensors"].items()
-    }
+    step, generation, space = (value[key] for key in ("step", "generation", "space"))
+    _check_state(*decoder(tuple[int, int, str])([step, generation, space]))
+    lines = decoder(list[RecordStep])(value["record"])
+    _check_counts(*(n for line in lines for n in (line.step, line.generation, line.world_size)))
+    specs = decoder(dict[str, tuple[str, tuple[int, ...]]])(value["tensors"])
+    _check_counts(*(size for _, shape in specs.values() for size in shape))
     return Shard(
-        step=_count(value["step"]),
-        generation=_count(value["generation"]),
-        space=_space(value["space"]),
-        entries=tuple(ShardEntry.from_dict(item) for item in _list(value["entries"])),
-        tensors=tensors,
+        step=step,
+        generation=generation,
+        space=space,
+        entries=tuple(map(ShardEntry.from_dict, decoder(list[dict[str, Any]])(value["entries"]))),
+        tensors={name: TensorSpec(*spec) for name, spec in specs.items()},
         record={line.step: line for line in lines},
     )
 
@@ -296,27 +294,14 @@ def _parse_done(value: Any) -> Shard:
 PARSERS = {BEGUN: _parse_begun, HAS: _parse_has, DONE: _parse_done, ENDED: _parse_ended}
 
 
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"expected a count, found {value!r}")
-    return value
+def _check_state(step: int, generation: int, space: str) -> None:
+    _check_counts(step, generation)
+    Layout.of_shard_space(space)
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"expected a list, found {value!r}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"expected a text, found {value!r}")
-    return value
-
-
-def _space(value: Any) -> str:
-    Layout.of_shard_space(_text(value))
-    return str(value)
+def _check_counts(*numbers: int) -> None:
+    if (least := min(numbers, default=0)) < 0:
+        raise ValueError(f"expected a count, found {least}")
 
 
 # ------------------------------------------------------------------------------ composing

@@ -14,10 +14,11 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
+from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ElasticError
 from elastic_ft.observe.lines import local_path
 
@@ -140,13 +141,11 @@ class Signs:
 
 def _understood(content: bytes) -> Sign:
     """Raises ValueError, OverflowError and more for what no controller writes."""
-    found: Any = json.loads(content)
-    at_s, host, pid = float(found["at_s"]), str(found["host"]), int(found["pid"])
-    datetime.fromtimestamp(at_s, UTC)  # a time that can be told
-    if not 0 < pid < PIDS:
-        raise ValueError(pid)
-    in_charge, followed = (found.get(name) is True for name in ("in_charge", "followed"))
-    return Sign(at_s, host, pid, in_charge, followed)
+    sign: Sign = decoder(Sign)(json.loads(content))
+    datetime.fromtimestamp(sign.at_s, UTC)  # a time that can be told
+    if not 0 < sign.pid < PIDS:
+        raise ValueError(sign.pid)
+    return sign
 
 
 def nobody(sign: Sign) -> str:
