@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from elastic_ft.core.assignment import CheckpointRef
+from elastic_ft.core.typed import decoder
 from elastic_ft.errors import StateDamaged, StorageError, StoreFailed, Superseded, UsageError
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import parallel
@@ -288,18 +289,8 @@ def _read(store: Store, number: int) -> Owner | None:
 
 def _parse(content: bytes) -> Owner:
     """Raises one of NOT_OURS."""
-    values = json.loads(content)
-    text = ("job", "run", "run_folder", "host", "nonce")
-    if not all(isinstance(values[name], str) for name in text):
-        raise ValueError("a name is no text")
-    return Owner(
-        **{name: values[name] for name in text},
-        at_s=float(values["at_s"]),
-        unended=tuple(map(str, values["unended"])),
-        behind=tuple(map(str, values.get("behind", ()))),
-        address=str(values.get("address", "")),
-        adopts=str(values.get("adopts", "")),
-    )
+    owner: Owner = decoder(Owner)(json.loads(content))
+    return owner
 
 
 def _refuse_other(store: Store, owner: Owner | None, job: str) -> None:
