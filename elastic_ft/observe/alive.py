@@ -43,9 +43,14 @@ class Sign:
     within_s: float = 0.0  # of its end, with no sign before; 0: who starts that one makes signs
 
     @property
+    def is_of_here(self) -> bool:
+        """Whether it is of this machine."""
+        return self.host == os.uname().nodename
+
+    @property
     def gone(self) -> bool:
         """Whether it was a process of this machine, and that is no more."""
-        return self.host == os.uname().nodename and not psutil.pid_exists(self.pid)
+        return self.is_of_here and not psutil.pid_exists(self.pid)
 
     def patience_s(self, still_s: float, age_s: float = 0.0) -> float:
         """Without a new sign, until nobody is alive.
