@@ -27,6 +27,7 @@ from elastic_ft.cli import (
     service_commands,
     show_events,
     show_report,
+    show_status,
     simulate,
     to_loggers,
 )
@@ -180,6 +181,7 @@ def demo(out: options.Out = None) -> int:
 # In the order of --help: who comes with a job looks for how to run and to follow it.
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.command("attach")(attach.attach)
+app.command("status")(show_status.status)
 app.command("stop")(attach.stop)
 app.command("resize")(resize.resize)
 app.command("events")(show_events.events)

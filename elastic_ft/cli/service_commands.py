@@ -1,5 +1,5 @@
-"""``elastic-ft service``, ``submit``, ``jobs``, ``status``, ``logs``, ``priority``; and what of
-``events``, ``stop`` and ``resize`` is about a job of the service, known by its id.
+"""``elastic-ft service``, ``submit``, ``jobs``, ``logs``, ``priority``; and what of ``events``,
+``status``, ``stop`` and ``resize`` is about a job of the service, known by its id.
 
 Exit codes: 0 done; 1 failed, or the service does not answer; 2 bad usage, one line.
 """
@@ -298,30 +298,6 @@ def _table(page: list[dict[str, Any]]) -> Any:
     return table
 
 
-def status(job: JobIdArgument, service: ServiceUrl = None, as_json: Json = False) -> int:
-    """Tell how a job stands, and what was decided about it."""
-    found = client(service).status(job)
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return COMPLETED
-    workers = found["workers"]
-    print(f"{found['id']}: {found['state']}; queue {found['queue']}, priority {found['priority']}")
-    if why := found["why"] or found["reason"]:
-        print(why)
-    steps = f"/{found['steps']}" if found["steps"] else ""
-    rate = f", {found['rate']:.2f} steps/s" if found["rate"] else ""
-    eta = f", ETA {clock(found['eta_s'])}" if found["eta_s"] is not None else ""
-    print(f"step {found['step']}{steps}{rate}{eta}")
-    laid_out = f"; {found['layout']}" if found["layout"] else ""
-    print(f"{counted(workers['now'], 'worker')} of {workers['min']} to {workers['max']}{laid_out}")
-    for member in found["members"]:
-        print(f"  rank {member['rank']}  {member['worker']}  {member['host']}  pid {member['pid']}")
-    for decision in found["decisions"][-10:]:
-        print(f"{decision['what']}: {decision['why']}")
-    print(f"run folder: {found['run_folder']}")
-    return COMPLETED
-
-
 def logs(
     job: JobIdArgument,
     service: ServiceUrl = None,
@@ -344,7 +320,30 @@ def priority(
     return COMPLETED
 
 
-COMMANDS = (submit, jobs, status, logs, priority)
+COMMANDS = (submit, jobs, logs, priority)
+
+
+def status_of_job(job: str, service: str | None, as_json: bool) -> int:
+    found = client(service).status(job)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return COMPLETED
+    workers = found["workers"]
+    print(f"{found['id']}: {found['state']}; queue {found['queue']}, priority {found['priority']}")
+    if why := found["why"] or found["reason"]:
+        print(why)
+    steps = f"/{found['steps']}" if found["steps"] else ""
+    rate = f", {found['rate']:.2f} steps/s" if found["rate"] else ""
+    eta = f", ETA {clock(found['eta_s'])}" if found["eta_s"] is not None else ""
+    print(f"step {found['step']}{steps}{rate}{eta}")
+    laid_out = f"; {found['layout']}" if found["layout"] else ""
+    print(f"{counted(workers['now'], 'worker')} of {workers['min']} to {workers['max']}{laid_out}")
+    for member in found["members"]:
+        print(f"  rank {member['rank']}  {member['worker']}  {member['host']}  pid {member['pid']}")
+    for decision in found["decisions"][-10:]:
+        print(f"{decision['what']}: {decision['why']}")
+    print(f"run folder: {found['run_folder']}")
+    return COMPLETED
 
 
 def stop_job(job: str, service: str | None, now: bool, timeout_s: float) -> int:

@@ -46,7 +46,13 @@ class Host(Protocol):
     a cluster, killing happen in threads of the host's own. Those call the inbox that ``start`` is
     given: it may be called from any thread and never blocks. Failing to start a worker is no
     exception but ``WorkerLost``, or patience: capacity may come.
+
+    Attributes:
+        successor_within_s: of this controller's end, where the next one is started by somebody who
+            makes no sign of life before that one does; else 0.
     """
+
+    successor_within_s: float = 0.0
 
     def survivors(self) -> frozenset[WorkerId]:
         """Workers, and keepers (``KEEPER`` and the node), of this run that live, and that a

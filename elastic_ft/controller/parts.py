@@ -84,7 +84,7 @@ class ControllerParts(ABC):
         self._takeover = Takeover(
             job, self.run_id, run, self._publisher, self._continuity, self._inbox, self._observer
         )
-        self._alive = Alive(run.path, followed=self._is_adoptable)
+        self._alive = Alive(run.path, self._is_adoptable, host.successor_within_s)
         self._report = ReportAtEnd(run.path, job, run.check_owner)
         self._in_charge = threading.Event()
         self._ended_at_s = time.time()

@@ -307,8 +307,8 @@ def _learn_write_time(turn: Turn, event: ev.CheckpointCommitted) -> None:
     if before_s and after_s and abs(after_s - before_s) > 0.1 * before_s:
         turn.journal(
             "checkpoint_interval",
-            f"writing one takes {_write_s(turn):.1f} s: from now on one is written every "
-            f"{after_s:.0f} s, and no longer every {before_s:.0f} s",
+            f"writing one takes {_write_s(turn):.1f} s: one is due every {after_s:.0f} s, "
+            f"and no longer every {before_s:.0f} s",
             every_s=round(after_s, 3),
             write_s=round(_write_s(turn), 3),
             failures=turn.state.failures,

@@ -259,7 +259,8 @@ def _step_applied(turn: Turn, event: ev.StepApplied) -> None:
 
 def _stop_requested(turn: Turn, event: ev.StopRequested) -> None:
     if turn.state.stopping:
-        commits.finish(turn, "stopped", f"{event.reason}, asked twice; {turn.last_good()}")
+        again = ", asked twice" if event.reason == turn.state.stopping else ""
+        commits.finish(turn, "stopped", f"{event.reason}{again}; {turn.last_good()}")
         return
     turn.set(stopping=event.reason)
     turn.journal("stop_requested", event.reason)

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,11 +41,26 @@ class Sign:
     pid: int
     in_charge: bool = False  # it has the job; before, it may wait for the checkpoint store
     followed: bool = False  # where it ends, another one comes for its workers
+    within_s: float = 0.0  # of its end, with no sign before; 0: who starts that one makes signs
+
+    @property
+    def is_of_here(self) -> bool:
+        """Whether it is of this machine."""
+        return self.host == os.uname().nodename
 
     @property
     def gone(self) -> bool:
         """Whether it was a process of this machine, and that is no more."""
-        return self.host == os.uname().nodename and not psutil.pid_exists(self.pid)
+        return self.is_of_here and not psutil.pid_exists(self.pid)
+
+    def patience_s(self, still_s: float, age_s: float = 0.0) -> float:
+        """Without a new sign, until nobody is alive.
+
+        Args:
+            still_s: for one whose process can't be looked at.
+            age_s: of the sign by now, which counts for the one that follows.
+        """
+        return max(GONE_S if self.gone else still_s, self.within_s - age_s)
 
 
 class Alive:
@@ -53,6 +68,7 @@ class Alive:
 
     Args:
         followed: whether another controller comes where this one ends.
+        within_s: as in ``Sign``.
 
     Attributes:
         in_charge: set once its controller has the job.
@@ -60,8 +76,9 @@ class Alive:
 
     in_charge = False
 
-    def __init__(self, folder: Path, followed: bool = False) -> None:
+    def __init__(self, folder: Path, followed: bool = False, within_s: float = 0.0) -> None:
         self._folder, self._over, self._followed = folder, threading.Event(), followed
+        self._within_s = within_s if followed else 0.0
         self._thread = threading.Thread(target=self._renew, name="alive", daemon=True)
 
     def start(self) -> None:
@@ -75,15 +92,17 @@ class Alive:
     def _renew(self) -> None:
         while True:
             with contextlib.suppress(OSError):  # a full disk: the journal's next line says so
-                leave_sign(self._folder, self.in_charge, self._followed)
+                leave_sign(self._folder, self.in_charge, self._followed, self._within_s)
             if self._over.wait(EVERY_S):
                 return
 
 
-def leave_sign(folder: Path, in_charge: bool = False, followed: bool = False) -> None:
+def leave_sign(
+    folder: Path, in_charge: bool = False, followed: bool = False, within_s: float = 0.0
+) -> None:
     """This process lives now."""
     swap = folder / f"{NAME}.tmp"
-    swap.write_text(_sign(in_charge, followed))
+    swap.write_text(_sign(in_charge, followed, within_s))
     swap.replace(folder / NAME)
 
 
@@ -98,8 +117,8 @@ def show(run_url: str) -> None:
         open_store(run_url).put(NAME, _sign(False, True).encode())
 
 
-def _sign(in_charge: bool, followed: bool) -> str:
-    sign = Sign(time.time(), os.uname().nodename, os.getpid(), in_charge, followed)
+def _sign(in_charge: bool, followed: bool, within_s: float = 0.0) -> str:
+    sign = Sign(time.time(), os.uname().nodename, os.getpid(), in_charge, followed, within_s)
     return json.dumps(asdict(sign))
 
 
@@ -145,7 +164,7 @@ def _understood(content: bytes) -> Sign:
     datetime.fromtimestamp(sign.at_s, UTC)  # a time that can be told
     if not 0 < sign.pid < PIDS:
         raise ValueError(sign.pid)
-    return sign
+    return replace(sign, within_s=min(max(0.0, sign.within_s), AWAY_S))
 
 
 def nobody(sign: Sign) -> str:
@@ -166,7 +185,7 @@ def seems_dead(run_url: str) -> str:
         return ""
     age_s = time.time() - sign.at_s
     still_s = STILL_S if local_path(run_url) is not None else STILL_REMOTE_S
-    return nobody(sign) if age_s > still_s or (sign.gone and age_s > GONE_S) else ""
+    return nobody(sign) if age_s > sign.patience_s(still_s) else ""
 
 
 class Vigil:
@@ -176,6 +195,7 @@ class Vigil:
         self._signs = Signs(run_url)
         self._still_s = STILL_S if local_path(run_url) is not None else STILL_REMOTE_S
         self._sign: Sign | None = None
+        self._age_s = 0.0  # of the first sign, as it was read: by two clocks
         self._since_s = self._next_look_s = self._read_at_s = time.monotonic()
         self._away = ""  # why it can't be read
 
@@ -194,7 +214,7 @@ class Vigil:
             still_s = now_s - self._since_s
             why = f"no controller has made a sign of life for {still_s:.0f} s; elastic-ft resume"
             return f"{why} goes on from there" if still_s > AWAY_S else ""
-        patience_s = GONE_S if self._sign.gone else self._still_s
+        patience_s = self._sign.patience_s(self._still_s, self._age_s)
         return nobody(self._sign) if now_s - self._since_s > patience_s else ""
 
     def _read(self) -> None:
@@ -206,4 +226,5 @@ class Vigil:
         now_s = time.monotonic()
         if self._away or (sign is not None and sign != self._sign):
             self._since_s = now_s
+            self._age_s = time.time() - sign.at_s if sign and self._sign is None else 0.0
         self._sign, self._away, self._read_at_s = sign or self._sign, "", now_s

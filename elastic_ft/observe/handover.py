@@ -31,6 +31,7 @@ READ_DEADLINE_S = 10.0  # a store that is away is waited for by others
 TIMEOUT_S = 150.0  # a clean stop has 120 s (core.policy.Policy.stop_timeout_s)
 NEXT_S = 60.0  # for a controller to follow on one that is gone: it imports torch
 SEEN_S, SEEN_REMOTE_S = 3.5, 12.0  # within which one that lives renews its sign
+CLOCKS_S = 120.0  # by which the clock of another machine may be slow
 
 
 def await_handover(
@@ -112,7 +113,9 @@ def _lives(run_url: str) -> bool:
     first = alive.last_sign(run_url)
     local = local_path(run_url) is not None
     old_s = alive.STILL_S if local else alive.STILL_REMOTE_S
-    if first is None or first.gone or time.time() - first.at_s > old_s:
+    if first is None or first.gone:
+        return False
+    if time.time() - first.at_s > old_s + (0.0 if first.is_of_here else CLOCKS_S):
         return False
     patience_s = SEEN_S if local else SEEN_REMOTE_S
     deadline_s, pause = time.monotonic() + patience_s, threading.Event()

@@ -27,7 +27,7 @@ def waits(seconds: float) -> None:
     raise AssertionError(f"a rest of {seconds:g} s")
 
 
-@pytest.mark.parametrize("command", [["jobs"], ["status", "a-1"], ["logs", "a-1", "--follow"]])
+@pytest.mark.parametrize("command", [["jobs"], ["logs", "a-1", "--follow"]])
 def test_nobody_is_waited_for_whom_nobody_has_named(
     nobody: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -39,7 +39,9 @@ def test_nobody_is_waited_for_whom_nobody_has_named(
     assert f"elastic-ft: no service answers at {nobody}: " in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["stop", "a-1"], ["resize", "a-1", "--workers", "2"]])
+@pytest.mark.parametrize(
+    "command", [["stop", "a-1"], ["status", "a-1"], ["resize", "a-1", "--workers", "2"]]
+)
 def test_what_may_be_a_job_is_not_called_a_bad_folder_alone(
     nobody: str, capfd: pytest.CaptureFixture[str], command: list[str]
 ) -> None:

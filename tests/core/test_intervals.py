@@ -95,7 +95,7 @@ def test_a_checkpoint_that_takes_longer_is_written_less_often() -> None:
     script.train(1)
     publish(script, 1, took_s=50.0, seconds=5.0)
     (reason,) = script.journalled("checkpoint_interval")
-    assert reason.startswith("writing one takes 55.0 s: from now on one is written every ")
+    assert reason.startswith("writing one takes 55.0 s: one is due every ")
 
 
 def publish(script: Script, step: int, took_s: float, seconds: float) -> None:
@@ -113,7 +113,7 @@ def test_when_a_checkpoint_was_asked_for_does_not_change_what_one_takes() -> Non
     publish(script, 1, took_s=0.195, seconds=0.005)
     assert script.state.uploads.writes_s == pytest.approx((0.2,))
     (reason,) = script.journalled("checkpoint_interval")
-    assert reason.startswith("writing one takes 0.2 s: from now on one is written every ")
+    assert reason.startswith("writing one takes 0.2 s: one is due every ")
 
 
 def test_one_slow_upload_is_no_new_truth() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.controller.controller import Controller
+from elastic_ft.controller.host import Host
 from elastic_ft.controller.rescue import INCOMPLETE
 from elastic_ft.controller.takeover import KEEPERS_BEGIN_S
 from elastic_ft.core.assignment import CheckpointRef, Keeper
@@ -41,7 +42,7 @@ JOB = make_job("fsdp", workers=2)
 RECORDED, SAVED = 5, 7
 
 
-class NoHost:
+class NoHost(Host):
     """Nothing is ever started: what is of interest ends before."""
 
     def start(self, *_: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.hosts.local import LocalHost
-from elastic_ft.observe import handover
+from elastic_ft.observe import alive, handover
 from elastic_ft.observe.alive import Alive
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.run_folder import RunFolder, read_lines
@@ -127,6 +128,28 @@ def test_who_is_asked_to_stop_waits_for_no_other_to_hand_over(tmp_path: Path) ->
     owner, _ = owners.newest(open_store(str(tmp_path)))
     assert owner is not None and owner.run == "old"
     assert not (tmp_path / handover.NAME).exists()
+
+
+def test_one_that_lives_is_asked_whatever_its_machines_clock_says(tmp_path: Path) -> None:
+    """Of one 40 s behind it was said that nobody lives: it lost the steps of the last minutes."""
+    owners.take_over(open_store(str(tmp_path)), job="tiny", run="old", run_folder=str(tmp_path))
+    over, said = threading.Event(), list[str]()
+
+    def live() -> None:
+        while not over.wait(alive.EVERY_S / 4):
+            sign = {"at_s": time.time() - 40.0, "host": "elsewhere", "pid": 1, "in_charge": True}
+            (tmp_path / "swap").write_text(json.dumps(sign))
+            (tmp_path / "swap").replace(tmp_path / alive.NAME)
+
+    with ThreadPoolExecutor(1) as pool:
+        living = pool.submit(live)
+        try:
+            until(lambda: (tmp_path / alive.NAME).exists())
+            await_handover(str(tmp_path), said.append, timeout_s=0.0)
+        finally:
+            over.set()
+        living.result(30)
+    assert said[0].endswith(": it is asked to hand over"), said
 
 
 def test_one_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.controller_place import LABEL
 from elastic_ft.hosts.ray.names import ROOT, RunNames, actor_named, actors_of, groups_of
 from elastic_ft.hosts.ray.warm_standby import whose
+from elastic_ft.observe.alive import Vigil
 from elastic_ft.observe.run_reader import read_lines
 
 DRIVER = Path(__file__).parent / "in_charge_driver.py"
@@ -175,8 +176,15 @@ class DrivenJob(Seen):
         self.cluster.kill_node(self.cluster.node_of_pid(self.cluster.controller_pid()))
 
     def wait_for_adoption(self, before: int) -> None:
-        """Until another controller is in charge than the first ``before``, and commits."""
-        self.wait("the next controller", lambda: len(self.events("in_charge")) > before)
+        """Until another controller is in charge than the first ``before``, and commits. Who looks
+        at the run folder takes the job for alive all the while."""
+        vigil = Vigil(str(self.folder))
+
+        def follows() -> bool:
+            assert (dead := vigil.look()) == "", dead
+            return len(self.events("in_charge")) > before
+
+        self.wait("the next controller", follows)
         self.wait_for_steps(AFTER_STEPS)
 
     def stop(self) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class LocalHost:
             has a launcher of its own, which ends with this process.
     """
 
+    successor_within_s = 0.0  # who starts it (``guard``) makes signs
+
     def __init__(self, nodes: dict[str, int], launched: orders.Order | None = None) -> None:
         self._nodes = {name: LocalNode(name, slots) for name, slots in nodes.items()}
         self._processes: dict[WorkerId, LocalProcess] = {}

@@ -53,6 +53,8 @@ class RayHost:
         is_left: the job is another controller's, and so are the workers.
     """
 
+    successor_within_s = 60.0  # Ray starts its actor again, elsewhere if it must
+
     def __init__(self, group: ElasticWorkerGroup, launch: Launch) -> None:
         self._group, self._launch = group, launch
         self._hosted: dict[WorkerId, Hosted] = {}

@@ -142,6 +142,9 @@ def _end(controller: Any) -> None:
             time.sleep(LOOK_S)
         except RayError:  # it has ended
             return None
+    log.warning(
+        "the job's controller has not answered for %g s: it ends once it misses the trial", TOLD_S
+    )
 
 
 def _is_empty(queue: Queue) -> bool:
