@@ -112,9 +112,7 @@ def _read(url: str, name: str) -> bytes | None:
     """Raises OSError, ElasticError."""
     folder = local_path(url)
     if folder is not None and not (folder / SEGMENTS / name).is_dir():
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return (folder / name).read_bytes()
-        return None
+        return _read_file(folder / name)
     from elastic_ft.observe.segments import read_whole
     from elastic_ft.storage.store import if_there, open_store
 
@@ -122,9 +120,16 @@ def _read(url: str, name: str) -> bytes | None:
     return if_there(lambda: read_whole(store, name))
 
 
+def _read_file(path: Path) -> bytes | None:
+    """Raises OSError."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return path.read_bytes()
+    return None
+
+
 def read_lines(path: Path) -> list[Line]:
     """The complete lines of a .jsonl file; none without it. Raises ConfigError, OSError."""
-    return parse_lines(_read(str(path.parent), path.name) or b"", str(path), path.name)
+    return parse_lines(_read_file(path) or b"", str(path), path.name)
 
 
 def last_generation(path: Path) -> int:
