@@ -187,7 +187,10 @@ class _Calls:
         ours.settimeout(timeout_s)
         number = next(self._numbers)
         with theirs:
-            if self._helper is None or not self._helper.start(number, theirs):
+            if self._helper is not None and not self._helper.start(number, theirs):
+                self._helper.bury()
+                self._helper = None
+            if self._helper is None:
                 self._helper = _Helper()
                 self._helper.start(number, theirs)
         return _Call(number, ours, self._helper, changes)
@@ -218,7 +221,7 @@ class _Helper:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             code = f"{BEGIN}({theirs.fileno()}, {os.getpid()})"
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -228,7 +231,6 @@ class _Helper:
                 start_new_session=True,  # Ctrl-C is for who waits
             )
         self._control = ours
-        threading.Thread(target=process.wait, name="mount-helper", daemon=True).start()
 
     def start(self, number: int, line: socket.socket) -> bool:
         """False where it has ended."""
@@ -241,6 +243,12 @@ class _Helper:
     def end(self, number: int) -> None:
         with suppress(OSError):
             self._control.send(f"kill {number}".encode())
+
+    def bury(self) -> None:
+        """It has ended, or does so now."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
 
 
 def _begin_anew() -> None:
