@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 READ_DEADLINE_S = 10.0  # a store that is away is waited for by others
 REMOTE_EVERY_S = 2.0  # a remote folder is a mirror, some seconds behind
+WHY_MAX = 400  # it may name the file once more
 REMOTE_WITHIN_S = 15.0  # each of a look's calls; the next look sees more
 
 
@@ -104,7 +105,7 @@ class RunReader:
         try:
             return _read(self.url, name)
         except (OSError, ElasticError) as error:
-            why = one_line(error, 120)
+            why = one_line(error, WHY_MAX)
             raise ConfigError(f"{self.url}/{name} can't be read: {why}") from None
 
 

@@ -167,6 +167,8 @@ def explain(error: BaseException) -> tuple[FailureKind, str]:
     if "obstore" in sys.modules and (explained := _objects().explain(error)):
         return explained
     why = one_line(error)
+    if type(error) is TimeoutError and error.errno is None and error.args:  # ours, in words
+        return FailureKind.UNREACHABLE, str(error)
     if isinstance(error, OSError) and error.strerror and error.errno == errno.ENOSPC:
         return FailureKind.FAILED, error.strerror
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ft.cli.app import FAILED, USAGE
+from elastic_ft.cli.app import BAD_USAGE, FAILED
 from elastic_ft.config import Job
 from elastic_ft.observe import alive
 from elastic_ft.observe.run_folder import RunFolder
@@ -78,5 +78,5 @@ def test_where_nothing_can_be_read_a_line_says_so(tmp_path: Path, command: str) 
         more = ("--timeout", "5") if command == "stop" else ()
         code, _, err = Command(tmp_path, command, str(point / "run"), *more).finish()
     (line,) = err.splitlines()
-    assert code in (FAILED, USAGE)
+    assert code in (FAILED, BAD_USAGE)
     assert "the file system has not answered for" in line
