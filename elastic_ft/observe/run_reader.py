@@ -149,8 +149,6 @@ class Tail:
 
     def __init__(self, url: str, name: str) -> None:
         folder = local_path(url)
-        if folder is not None and (folder / SEGMENTS / name).is_dir():
-            folder = None  # a copy of a remote folder is read as that is
         self._path = folder / name if folder is not None else None
         self._folder_url, self._name = url.rstrip("/"), name
         self._url = f"{self._folder_url}/{name}"
@@ -163,6 +161,8 @@ class Tail:
         """``bytes_max``: about so much of a local file, in whole lines; the next look goes on.
         ``whole``: there is no next look: all that is there now, of a remote file, too. Raises
         StoreFailed where that can't be read."""
+        if self._path is not None and (self._path.parent / SEGMENTS / self._name).is_dir():
+            self._path = None  # a copy, or the server's side, of a remote folder: read as that is
         content = self._local(bytes_max) if self._path is not None else self._remote(whole)
         end = content.rfind(b"\n") + 1
         self._offset += end

@@ -45,6 +45,8 @@ def test_each_goes_on_where_the_other_was(run: Path, monkeypatch: pytest.MonkeyP
     """The server's own machine has a disk where its clients have a mount."""
     record(RunFolder(str(run)), range(1, 11))
     assert not (run / "segments").exists()
+    tail = RunReader(run).tail("steps.jsonl")
+    assert [line["step"] for line in tail.read()] == [*range(1, 11)]
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv(mounts.NAMED, str(run.parent))
         assert steps_of(run) == [*range(1, 11)]
@@ -55,6 +57,7 @@ def test_each_goes_on_where_the_other_was(run: Path, monkeypatch: pytest.MonkeyP
         assert (run / "segments" / "steps.jsonl").is_dir()
         assert steps_of(run) == [*range(1, 41)]
     assert steps_of(run) == [*range(1, 41)]
+    assert [line["step"] for line in tail.read()] == [*range(11, 41)], "who looks on misses none"
     record(RunFolder(str(run)), range(41, 51))
     assert [line["step"] for line in read_lines(run / "steps.jsonl")] == [*range(1, 51)]
     assert [line["seq"] for line in read_lines(run / "events.jsonl")] == [*range(50)]
