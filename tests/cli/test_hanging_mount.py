@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from elastic_ft.cli.app import BAD_USAGE, FAILED
+from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED
 from elastic_ft.config import Job
 from elastic_ft.observe import alive
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.storage import mounts
 from elastic_ft.storage.store import open_store
-from tests.cli.conftest import Command
+from tests.cli.conftest import DEADLINE_S, Command
+from tests.cli.test_detached import Start, WriteJob, lose
 from tests.hanging import Disk, disk, needs_root, silent
 from tests.storage.test_attach_in_s3 import JOB
 from tests.waiting import until
@@ -80,3 +83,34 @@ def test_where_nothing_can_be_read_a_line_says_so(tmp_path: Path, command: str) 
     (line,) = err.splitlines()
     assert code in (FAILED, BAD_USAGE)
     assert "the file system has not answered for" in line
+
+
+def test_those_in_charge_may_go_while_the_disk_is_frozen(
+    mount: Disk, start: Start, write_job: WriteJob
+) -> None:
+    """The next controller waits for the disk, workers and their launcher for that."""
+    out = str(mount.point / "run")
+    patient = {"steps": 100_000, "elastic.controller_timeout_s": 240}
+    first, run = start("run", write_job(patient), "--processes", "--out", out), RunReader(out)
+    until(lambda: len(run.steps()) > 3)
+    before = members_of(run)
+    mount.freeze()
+    lose("ef-controller", first)
+    assert {process.pid for process in first.left()} >= before
+    assert mount.thaw(), "it was frozen till then"
+    until(lambda: any(line["event"] == "adopted" for line in run.events()))
+    reached = len(run.steps())
+    until(lambda: len(run.steps()) > reached)
+    code, said, err = start("stop", out).finish()
+    assert (code, err) == (COMPLETED, ""), said
+    psutil.wait_procs(first.left(), DEADLINE_S)
+    assert first.left() == []
+    assert members_of(run) == before
+    steps = [line["step"] for line in run.steps()]
+    assert steps == [*range(1, len(steps) + 1)]
+    assert [line["seq"] for line in run.events()] == [*range(len(run.events()))]
+
+
+def members_of(run: RunReader) -> set[int]:
+    formed = [line for line in run.events() if line["event"] == "generation_formed"]
+    return {member["pid"] for member in formed[-1]["members"]}
