@@ -32,6 +32,29 @@ except StoreError as error:
     print(error.kind)
 """
 
+# The kernel refuses hard links to this process and its children, as some file systems do to all.
+LINKLESS = """
+import ctypes, struct, sys, threading
+from elastic_ft.storage.store import open_store
+def rule(code, true, false, value):
+    return struct.pack("HBBI", code, true, false, value)
+refused, allowed = 0x00050001, 0x7FFF0000
+filters = rule(0x20, 0, 0, 0) + rule(0x15, 1, 0, 265) + rule(0x15, 0, 1, 86)
+filters += rule(0x06, 0, 0, refused) + rule(0x06, 0, 0, allowed)
+kept = ctypes.create_string_buffer(filters)
+program = struct.pack("HxxxxxxP", len(filters) // 8, ctypes.addressof(kept))
+prctl = ctypes.CDLL(None).prctl
+assert prctl(38, 1, 0, 0, 0) == 0 and prctl(22, 2, program, 0, 0) == 0
+won = []
+def create(n):
+    if open_store(sys.argv[1]).put_if_absent("owners/1", str(n).encode()):
+        won.append(n)
+threads = [threading.Thread(target=create, args=[n]) for n in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(*won, open_store(sys.argv[1]).get("owners/1").decode())
+"""
+
 
 @pytest.fixture
 def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
@@ -160,3 +183,15 @@ def test_private_files_are_for_their_owner(tmp_path: Path, monkeypatch) -> None:
         store.put(key, b"1")
     modes = {key: (tmp_path / key).stat().st_mode & 0o077 for key in store.list()}
     assert [key for key, mode in modes.items() if mode] == ["steps.jsonl"]
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="names system calls by number")
+@pytest.mark.parametrize("hangs", [False, True])
+def test_without_hard_links_one_of_many_creates_an_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setenv(mounts.NAMED, str(tmp_path) if hangs else "")
+    command = [sys.executable, "-c", LINKLESS, str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
+    winner, written = done.stdout.split()
+    assert winner == written
