@@ -55,7 +55,7 @@ def _fork(control: socket.socket, fd: int) -> int:
     try:
         control.close()
         with socket.socket(fileno=fd) as line:
-            serve(line)
+            serve_call(line)
     finally:  # who asked sees that it has ended
         os._exit(0)
 
@@ -66,7 +66,7 @@ def _bury(children: dict[str, int]) -> None:
             del children[number]
 
 
-def serve(line: socket.socket) -> None:
+def serve_call(line: socket.socket) -> None:
     """One call."""
     try:
         asked = receive_message(line)
@@ -84,38 +84,38 @@ def _why(error: OSError) -> list[Any]:
     return [number, error.strerror or str(error), str(error.filename or "")]
 
 
-Done = tuple[dict[str, Any], Iterator[bytes]]
+CallAnswer = tuple[dict[str, Any], Iterator[bytes]]
 
 
-def _put(files: Local, asked: dict[str, Any], line: socket.socket) -> Done:
+def _put(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
     files.put(asked["key"], _received(line, asked["bytes"]), NO_LIMIT_S)
     return {}, iter(())
 
 
-def _create(files: Local, asked: dict[str, Any], line: socket.socket) -> Done:
+def _create(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
     data = b"".join(_received(line, asked["bytes"]))
     return {"found": files.create(asked["key"], data, NO_LIMIT_S)}, iter(())
 
 
-def _read(files: Local, asked: dict[str, Any], line: socket.socket) -> Done:
+def _read(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
     nbytes, pieces = files.pieces(asked["key"], asked["start"] or 0, asked["end"])
     return {"bytes": nbytes}, pieces
 
 
-def _size(files: Local, asked: dict[str, Any], line: socket.socket) -> Done:
+def _size(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
     return {"found": files.size(asked["key"], NO_LIMIT_S)}, iter(())
 
 
-def _list(files: Local, asked: dict[str, Any], line: socket.socket) -> Done:
+def _list(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
     return {"found": files.list(asked["key"], NO_LIMIT_S)}, iter(())
 
 
-def _delete(files: Local, asked: dict[str, Any], line: socket.socket) -> Done:
+def _delete(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
     files.delete(asked["key"], NO_LIMIT_S)
     return {}, iter(())
 
 
-DO: dict[str, Callable[[Local, dict[str, Any], socket.socket], Done]] = {
+DO: dict[str, Callable[[Local, dict[str, Any], socket.socket], CallAnswer]] = {
     "put": _put,
     "create": _create,
     "read": _read,
@@ -142,12 +142,12 @@ def send_message(line: socket.socket, said: dict[str, Any]) -> None:
 
 def receive_message(line: socket.socket) -> dict[str, Any]:
     """Raises OSError where the other end has ended."""
-    length = int.from_bytes(receive(line, LENGTH_BYTES), "big")
-    found: dict[str, Any] = json.loads(receive(line, length))
+    length = int.from_bytes(receive_bytes(line, LENGTH_BYTES), "big")
+    found: dict[str, Any] = json.loads(receive_bytes(line, length))
     return found
 
 
-def receive(line: socket.socket, nbytes: int) -> bytearray:
+def receive_bytes(line: socket.socket, nbytes: int) -> bytearray:
     """All of them. Raises OSError."""
     buffer = bytearray(nbytes)
     rest = memoryview(buffer)

@@ -117,7 +117,7 @@ class _Call:
 
     def receive(self, nbytes: int) -> bytearray:
         with self._waiting():
-            return mount_helper.receive(self._line, nbytes)
+            return mount_helper.receive_bytes(self._line, nbytes)
 
     def give_up(self) -> None:
         """Whatever it has not done it does not do, unless that is done by the kernel already."""

@@ -24,7 +24,7 @@ STEPS_MAX = 255  # links may lead in circles
 ROOT = Path("/")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
-Table = Mapping[Path, bool]  # by mount point, whether it can hang
+MountTable = Mapping[Path, bool]  # by mount point, whether it can hang
 
 
 def plain_path(url: str) -> Path | None:
@@ -55,7 +55,7 @@ def can_hang(path: Path) -> bool:
     return False
 
 
-def _table() -> Table:
+def _table() -> MountTable:
     """The newest mount at a place hides others."""
     try:
         lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
@@ -78,7 +78,7 @@ def _decoded(point: str) -> str:
     return _OCTAL.sub(lambda found: chr(int(found[1], 8)), point)
 
 
-def _is_in_one(path: Path, table: Table) -> bool:
+def _is_in_one(path: Path, table: MountTable) -> bool:
     while path not in table:
         path = path.parent
     return table[path]

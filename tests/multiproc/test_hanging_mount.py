@@ -20,6 +20,8 @@ from tests.multiproc.harness import PATIENT, Once, Run, make_job, run_job
 pytestmark = [needs_root, pytest.mark.timeout(280)]
 FREEZES_AT, THAWS_AFTER = 6, 12  # steps; in the smaller world
 
+STOPPED_MAX_S = 140.0  # a start, and once the deadline of a store
+
 
 @pytest.fixture
 def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
@@ -60,6 +62,22 @@ def test_who_is_lost_while_the_mount_hangs_is_trained_around(frozen: Disk, tmp_p
     _is_trained_around(run)
     assert RunReader(url).result()["status"] == "completed"
     assert run.result["checkpoints"][0]["step"] == 40
+
+
+def test_a_stop_is_obeyed_while_the_mount_hangs(frozen: Disk) -> None:
+    """At once: a last checkpoint has nowhere to go. What is there by then is gone on from."""
+    checkpoint = {"every_steps": 4}
+    job = make_job("fsdp", steps=100_000, workers=2, checkpoint=checkpoint, elastic=dict(PATIENT))
+
+    def stop(controller: Controller, host: LocalHost) -> None:
+        frozen.freeze()
+        for _ in range(2):
+            controller.stop("asked")
+
+    once = Once(FREEZES_AT, stop, checkpointed=True)
+    run = run_job(job, frozen.point / "run", on_step=once)
+    assert frozen.thaw(), "it was frozen till then"
+    assert run.result["status"] == "stopped" and run.wall_s < STOPPED_MAX_S, run.result["reason"]
 
 
 def _is_trained_around(run: Run) -> None:
