@@ -345,9 +345,9 @@ class RunFolder(InboxFile, requests.Requested):
         """Uploads what has grown or changed. A failure is kept for the report and retried."""
         self.mirror_error, self._sent_bytes = "", 0
         with self._noting_trouble():
-            self._delete_removed()
             for names in (*UPLOADS, REPORT):
                 self._upload(names)
+            self._delete_removed()
 
     def _mirror_whole(self) -> None:
         """For the last time. Of a job that is complete nobody comes later to make up for it."""

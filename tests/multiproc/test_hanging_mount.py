@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from elastic_ft.controller.controller import Controller
+from elastic_ft.core import deadlines
 from elastic_ft.hosts.local import LocalHost
+from elastic_ft.observe import run_folder
 from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.storage import mounts
 from tests.hanging import Disk, disk, needs_root
@@ -20,7 +22,8 @@ from tests.multiproc.harness import PATIENT, Once, Run, make_job, run_job
 pytestmark = [needs_root, pytest.mark.timeout(280)]
 FREEZES_AT, THAWS_AFTER = 6, 12  # steps; in the smaller world
 
-STOPPED_MAX_S = 140.0  # a start, and once the deadline of a store
+STOPPED_MAX_S = 140.0  # a start, and some deadlines
+STORE_S, SAVE_S = 5.0, 5.0  # in place of a minute each
 
 
 @pytest.fixture
@@ -64,8 +67,12 @@ def test_who_is_lost_while_the_mount_hangs_is_trained_around(frozen: Disk, tmp_p
     assert run.result["checkpoints"][0]["step"] == 40
 
 
-def test_a_stop_is_obeyed_while_the_mount_hangs(frozen: Disk) -> None:
+def test_a_stop_is_obeyed_while_the_mount_hangs(
+    frozen: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At once: a last checkpoint has nowhere to go. What is there by then is gone on from."""
+    monkeypatch.setattr(run_folder, "STORE_S", STORE_S)
+    monkeypatch.setattr(deadlines, "SAVE_BASE_S", SAVE_S)
     checkpoint = {"every_steps": 4}
     job = make_job("fsdp", steps=100_000, workers=2, checkpoint=checkpoint, elastic=dict(PATIENT))
 
