@@ -102,9 +102,13 @@ class _Call:
             mount_helper.send_message(self._line, what)
 
     def send(self, content: memoryview) -> None:
-        with self._waiting():
-            while content.nbytes:
-                content = content[self._line.send(content[:PIECE_BYTES]) :]
+        try:
+            with self._waiting():
+                while content.nbytes:
+                    content = content[self._line.send(content[:PIECE_BYTES]) :]
+        except ConnectionError:  # it has ended before it has read all: it says why
+            self.answer()
+            raise
 
     def answer(self) -> dict[str, Any]:
         """Raises what the other process met."""
@@ -148,10 +152,6 @@ class _Call:
         except TimeoutError:
             waited_s = self._line.gettimeout()
             raise TimeoutError(f"the file system has not answered for {waited_s:.1f} s") from None
-        except BrokenPipeError:  # it has ended before it has read all: it says why
-            if not self._answered:
-                self.answer()
-            raise
 
 
 class _Calls:

@@ -17,7 +17,7 @@ from elastic_ft.storage import mounted, mounts
 from elastic_ft.storage.cancellable import CancellableStore
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
-from tests.hanging import Disk, disk, needs_root, silent
+from tests.hanging import DISK_BYTES, Disk, disk, needs_root, silent
 from tests.waiting import until
 
 pytestmark = [needs_root, pytest.mark.timeout(120)]
@@ -195,3 +195,13 @@ def test_without_hard_links_one_of_many_creates_an_object(
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
     winner, written = done.stdout.split()
     assert winner == written
+
+
+def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While bytes are on their way to it, too."""
+    with disk(tmp_path) as mount:
+        monkeypatch.setenv(mounts.NAMED, str(mount.point))
+        store = open_store(str(mount.point))
+        with pytest.raises(StoreError, match="No space left on device"):
+            store.put("large", bytes(2 * DISK_BYTES))
+        assert store.list() == []
