@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ft.controller import publisher
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core import deadlines
 from elastic_ft.hosts.local import LocalHost
@@ -23,7 +24,7 @@ pytestmark = [needs_root, pytest.mark.timeout(280)]
 FREEZES_AT, THAWS_AFTER = 6, 12  # steps; in the smaller world
 
 STOPPED_MAX_S = 140.0  # a start, and some deadlines
-STORE_S, SAVE_S = 5.0, 5.0  # in place of a minute each
+SHORT_S = 5.0  # in place of a minute or two
 
 
 @pytest.fixture
@@ -71,8 +72,12 @@ def test_a_stop_is_obeyed_while_the_mount_hangs(
     frozen: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: a last checkpoint has nowhere to go. What is there by then is gone on from."""
-    monkeypatch.setattr(run_folder, "STORE_S", STORE_S)
-    monkeypatch.setattr(deadlines, "SAVE_BASE_S", SAVE_S)
+    for module, name in (
+        (run_folder, "STORE_S"),
+        (deadlines, "SAVE_BASE_S"),
+        (publisher, "CLOSE_S"),  # a manifest may be on its way
+    ):
+        monkeypatch.setattr(module, name, SHORT_S)
     checkpoint = {"every_steps": 4}
     job = make_job("fsdp", steps=100_000, workers=2, checkpoint=checkpoint, elastic=dict(PATIENT))
 
