@@ -11,7 +11,10 @@ __all__ = ["browser"]
 
 LEAK_DEADLINE_S = 30.0
 # As long as we do.
-STAY = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "hosts.local.launcher")
+STAY = (
+    *("multiprocessing.forkserver", "multiprocessing.resource_tracker"),
+    *("hosts.local.launcher", "storage.mount_helper"),
+)
 
 
 @pytest.hookimpl(trylast=True)

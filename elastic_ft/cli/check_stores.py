@@ -18,6 +18,7 @@ from elastic_ft.errors import (
     StoreFailed,
     UsageError,
 )
+from elastic_ft.storage.mounts import can_hang
 from elastic_ft.storage.store import Store, check_access
 
 CHECK_DEADLINE_S = 20.0  # of one look into a store
@@ -29,7 +30,8 @@ TensorTable = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
 
 def check_writable(key: str, url: str) -> tuple[str, ...]:
     """Returns warnings. Raises StorageError. Leaves nothing behind, not even a folder."""
-    from elastic_ft.storage.backends import Local, backend_of
+    from elastic_ft.storage.backends import backend_of
+    from elastic_ft.storage.local_files import Local
 
     where = url if "://" in url else str(Path(url).absolute())
     if where.encode(errors="replace").decode() != where:  # it goes into messages and JSON
@@ -83,7 +85,9 @@ def check_apart(out: str, url: str) -> None:
 def _plain(url: str) -> str:
     """One of the ways to write it."""
     scheme, mark, path = url.rpartition("://")
-    return f"{scheme}{mark}{posixpath.normpath(path)}" if mark else os.path.realpath(path)
+    if mark or can_hang(Path(path)):  # links there are not followed: that may take for ever
+        return f"{scheme}{mark}{posixpath.normpath(path)}"
+    return os.path.realpath(path)
 
 
 def check_owner(job: Job, out: str, url: str) -> None:

@@ -16,9 +16,9 @@ from elastic_ft.cli.terminal import Ending, interrupt_on_sigterm, interrupts, re
 from elastic_ft.cli.where import Where
 from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed
-from elastic_ft.observe.lines import local_path
 from elastic_ft.observe.outcome import complete
 from elastic_ft.observe.run_reader import RunReader
+from elastic_ft.storage.mounts import plain_path
 
 if TYPE_CHECKING:
     from elastic_ft.cli.check_model import ModelAndData
@@ -298,7 +298,7 @@ def _trainer(job: Job, out: str, checked: Checked, how: How) -> ElasticTrainer:
 
     from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
-    folder = local_path(out)
+    folder = plain_path(out)
     url = out.rstrip("/") if folder is None else str(folder)
     parent, _, name = url.rpartition("/")
     return ElasticTrainer(

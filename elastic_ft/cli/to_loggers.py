@@ -11,9 +11,10 @@ import typer
 
 from elastic_ft.cli.options import RunFolderOf
 from elastic_ft.errors import UsageError
-from elastic_ft.observe.lines import Line, local_path
+from elastic_ft.observe.lines import Line
 from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.observe.step_cursor import Cursor
+from elastic_ft.storage.mounts import plain_path
 
 LOOK_S = 1.0
 
@@ -104,7 +105,7 @@ def _write(
 ) -> int:
     reader = RunReader(run_folder)
     reader.content("events.jsonl")
-    folder = local_path(out if out is not None else f"{run_folder.rstrip('/')}/{tool}")
+    folder = plain_path(out if out is not None else f"{run_folder.rstrip('/')}/{tool}")
     if folder is None:
         raise UsageError(f"--out: say where to: {run_folder} is remote, {tool} needs a folder")
     log, tail = make(reader, folder), reader.tail("steps.jsonl")

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from elastic_ft.core.typed import fields_of
 from elastic_ft.observe.run_reader import read_lines
+from elastic_ft.storage.local_files import is_private
 
-PRIVATE = ("job.yaml", "inbox.jsonl")
 ASIDE_MAX = 4  # older versions of a file whose steps were voided
 
 
@@ -58,7 +58,7 @@ def replace(path: Path, content: bytes, check: Callable[[], object] = lambda: No
 
 def opener(name: str) -> Callable[[str, int], int]:
     """What is nobody else's business is readable by the owner alone."""
-    mode = 0o600 if name in PRIVATE else 0o666
+    mode = 0o600 if is_private(name) else 0o666
     return lambda path, flags: os.open(path, flags, mode)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ft.errors import ConfigError
+from elastic_ft.storage.mounts import can_hang, plain_path
 
 Line = dict[str, Any]
 NEEDED = {  # keys without which nothing can be made of a line
@@ -21,10 +22,11 @@ SEGMENTS = "segments"  # the folder of a remote run folder's closed segments (ob
 
 
 def local_path(url: str) -> Path | None:
-    """Returns the folder of a path or file:// URL, None for any other URL."""
-    if "://" in url and not url.startswith("file://"):
-        return None
-    return Path(url.removeprefix("file://")).absolute()
+    """Returns the folder of a path or file:// URL on a disk of this machine; None for any other
+    URL. What lies in a mount that can hang is as far away: it is written and read as an object
+    store is, with deadlines."""
+    path = plain_path(url)
+    return None if path is None or can_hang(path) else path
 
 
 def parse_lines(content: bytes, where: str, name: str = "") -> list[Line]:

@@ -21,7 +21,7 @@ import yaml
 
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, Superseded, redacted
-from elastic_ft.observe import files, handover, requests, resize_request, scratch, segments
+from elastic_ft.observe import files, requests, scratch, segments
 from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.inbox_file import InboxFile
 from elastic_ft.observe.lines import count_lines, local_path
@@ -49,7 +49,7 @@ REPORT = ("report.html",)
 FILES = (*(name for names in UPLOADS for name in names), ALIVE)
 
 
-class RunFolder(InboxFile):
+class RunFolder(InboxFile, requests.Requested):
     """Attributes:
     path: the local folder.
     url: what the user named: the same, or a remote URL it is mirrored to (``is_remote``).
@@ -64,15 +64,14 @@ class RunFolder(InboxFile):
         self.is_remote = folder is None
         self.path = folder or scratch.make("elastic_ft_run_")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._uploading = threading.Lock()
+        self._uploading, self._beginning = threading.Lock(), threading.Lock()
         self._sent_bytes = 0
-        self._stop_mirror = threading.Event()
+        self._stop_mirror, self._look_now = threading.Event(), threading.Event()
         self._mirrored: dict[str, files.Stamp] = {}
         self._mirrors = {
             name: segments.Mirror(self._store, name, self._check_claim, min(segment_bytes, most))
             for name, most in SEGMENTS_MAX.items()
         }
-        self._request_seen: files.Stamp | None = None
         self._claim: owners.Claim | None = None
         self._superseded: Superseded | None = None
         self._has_result = self._is_complete = self.hurried = self._is_begun = False
@@ -82,10 +81,11 @@ class RunFolder(InboxFile):
 
     def hurry(self) -> None:
         """Someone asks to stop. From any thread. Who takes this over waits no more: StoreFailed."""
-        self.hurried = True
-        if not self._is_begun:
-            self._store.deadline_s = HEARING_S
-            self._store.break_off()
+        with self._beginning:
+            self.hurried = True
+            if not self._is_begun:
+                self._store.deadline_s = HEARING_S
+                self._store.break_off()
 
     def make_durable(self) -> None:
         """What is recorded of steps outlasts this machine from now on. From any thread.
@@ -119,7 +119,8 @@ class RunFolder(InboxFile):
             )
         if self.is_remote:
             self._fetch()
-        self._is_begun, self._store.deadline_s = True, STORE_S
+        with self._beginning:
+            self._is_begun, self._store.deadline_s = True, STORE_S
         if self.is_remote:
             works = (self._mirror_always, self._attend_always)
             self._threads = [threading.Thread(target=work, daemon=True) for work in works]
@@ -195,6 +196,10 @@ class RunFolder(InboxFile):
                 audit = {"step": line["step"], "generation": line["generation"]}
                 self._append("ledger.jsonl", audit | {"samples": sample_ids})
             self._append("steps.jsonl", line)
+
+    @property
+    def _run(self) -> str | None:
+        return self._claim.owner.run if self._claim is not None else None
 
     @property
     def unended(self) -> tuple[str, ...]:
@@ -274,6 +279,7 @@ class RunFolder(InboxFile):
             for name in list(self._files):
                 self._close_file(name)
         self._stop_mirror.set()
+        self._look_now.set()
         for thread in self._threads:
             thread.join(60)
         if self._threads:
@@ -285,34 +291,6 @@ class RunFolder(InboxFile):
             shutil.rmtree(self.path, ignore_errors=True)
 
     # --------------------------------------------------------------- requests
-
-    def new_request(self) -> resize_request.Resize | None:
-        """What was asked for since the last look. Raises ValueError if it makes no sense."""
-        path = self.path / resize_request.NAME
-        try:
-            stamp = files.stamp_of(path.stat())
-            if stamp == self._request_seen:
-                return None
-            self._request_seen = stamp
-            return resize_request.parse(path.read_bytes())
-        except FileNotFoundError:
-            return None
-
-    def places(self) -> dict[str, int]:
-        """Where workers may be, by the last request; {}: anywhere, or there is none."""
-        try:
-            return resize_request.parse((self.path / resize_request.NAME).read_bytes()).places
-        except (FileNotFoundError, ValueError):  # of one that makes no sense ``new_request`` tells
-            return {}
-
-    def asked(self, name: str) -> str | None:
-        """Why, "" where that is not said; None where nobody asks. Of the requests that name a run:
-        what names another one, or none at all, is none."""
-        try:
-            run, why = handover.asked_of((self.path / name).read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None
-        return why if self._claim is not None and run == self._claim.owner.run else None
 
     def drop_request(self) -> None:
         """The job has ended: nobody is to obey it any more."""
@@ -326,10 +304,9 @@ class RunFolder(InboxFile):
 
     def _remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
-        if self.is_remote:
+        if self.is_remote:  # by the mirror: its store may be away, and nobody waits here
             self._removed.add(name)
-            with self._noting_trouble():
-                self._delete_removed()
+            self._look_now.set()
 
     def _delete_removed(self) -> None:
         """Of a request: the next start would obey it. Raises StoreFailed, Superseded."""
@@ -353,7 +330,11 @@ class RunFolder(InboxFile):
         return if_there(mirror.fetch if mirror is not None else partial(self._store.get, name))
 
     def _mirror_always(self) -> None:
-        while self._superseded is None and not self._stop_mirror.wait(self.pause_s()):
+        while self._superseded is None:
+            self._look_now.wait(self.pause_s())
+            self._look_now.clear()
+            if self._stop_mirror.is_set():
+                return
             self._mirror()
 
     def pause_s(self) -> float:
@@ -388,7 +369,7 @@ class RunFolder(InboxFile):
     def _attend(self) -> None:
         """What others wait for, however much the mirror has to send: that this controller lives,
         that it sees what it is asked, and that it ends where another has the folder."""
-        hear = partial(requests.fetch, self._hearing, self.path)
+        hear = partial(requests.fetch, self._hearing, self.path, self._removed)
         for each in (hear, self._check_claim, self._show):  # one that fails stops no other
             with self._noting_trouble():
                 each()

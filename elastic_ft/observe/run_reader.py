@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 READ_DEADLINE_S = 10.0  # a store that is away is waited for by others
 REMOTE_EVERY_S = 2.0  # a remote folder is a mirror, some seconds behind
+WHY_MAX = 400  # it may name the file once more
 REMOTE_WITHIN_S = 15.0  # each of a look's calls; the next look sees more
 
 
@@ -106,7 +107,7 @@ class RunReader:
         except ElasticError as error:  # which says what, and where
             raise ConfigError(str(error)) from None
         except OSError as error:
-            why = one_line(error, 120)
+            why = one_line(error, WHY_MAX)
             raise ConfigError(f"{self.url}/{name} can't be read: {why}") from None
 
 
@@ -114,9 +115,7 @@ def _read(url: str, name: str) -> bytes | None:
     """Raises OSError, ElasticError."""
     folder = local_path(url)
     if folder is not None and not (folder / SEGMENTS / name).is_dir():
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return (folder / name).read_bytes()
-        return None
+        return _read_file(folder / name)
     from elastic_ft.observe.segments import read_whole
     from elastic_ft.storage.store import if_there, open_store
 
@@ -124,9 +123,16 @@ def _read(url: str, name: str) -> bytes | None:
     return if_there(lambda: read_whole(store, name))
 
 
+def _read_file(path: Path) -> bytes | None:
+    """Raises OSError."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return path.read_bytes()
+    return None
+
+
 def read_lines(path: Path) -> list[Line]:
     """The complete lines of a .jsonl file; none without it. Raises ConfigError, OSError."""
-    return parse_lines(_read(str(path.parent), path.name) or b"", str(path), path.name)
+    return parse_lines(_read_file(path) or b"", str(path), path.name)
 
 
 def last_generation(path: Path) -> int:
@@ -145,8 +151,6 @@ class Tail:
 
     def __init__(self, url: str, name: str) -> None:
         folder = local_path(url)
-        if folder is not None and (folder / SEGMENTS / name).is_dir():
-            folder = None  # a copy of a remote folder is read as that is
         self._path = folder / name if folder is not None else None
         self._folder_url, self._name = url.rstrip("/"), name
         self._url = f"{self._folder_url}/{name}"
@@ -159,6 +163,8 @@ class Tail:
         """``bytes_max``: about so much of a local file, in whole lines; the next look goes on.
         ``whole``: there is no next look: all that is there now, of a remote file, too. Raises
         StoreFailed where that can't be read."""
+        if self._path is not None and (self._path.parent / SEGMENTS / self._name).is_dir():
+            self._path = None  # a copy, or the server's side, of a remote folder: read as that is
         content = self._local(bytes_max) if self._path is not None else self._remote(whole)
         end = content.rfind(b"\n") + 1
         self._offset += end

@@ -18,7 +18,6 @@ from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import Bundles, SharedJob
 from elastic_ft.errors import ConfigError, Superseded
 from elastic_ft.hosts.ray.names import abandoned, clear_away
-from elastic_ft.observe.lines import local_path
 from elastic_ft.service import views
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_size import Ask, AskNote, ClusterSize, ask_rays_autoscaler
@@ -33,6 +32,7 @@ from elastic_ft.service.service_sign import SignsOfLife, refuse_living
 from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
 from elastic_ft.storage import owners
+from elastic_ft.storage.mounts import plain_path
 from elastic_ft.storage.store import open_store
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Service:
         actor: str = "",
         take_over: bool = False,
     ) -> None:
-        local = local_path(folder)
+        local = plain_path(folder)
         self.folder = folder.rstrip("/") if local is None else str(local)
         self.terms, self._submit = terms, submit
         self._store = open_store(self.folder)

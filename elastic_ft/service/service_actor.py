@@ -27,6 +27,7 @@ from elastic_ft.observe.lines import local_path
 from elastic_ft.service.api import Api
 from elastic_ft.service.served_at import ANYWHERE, HowToServe, bound, service_url
 from elastic_ft.service.service import Service
+from elastic_ft.storage.mounts import plain_path
 from elastic_ft.storage.store import if_there, open_store
 from elastic_ft.transport.title import set_title
 
@@ -173,7 +174,7 @@ def submit_on_ray(job: Job, run_url: str, executable: str) -> None:
 
     from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
-    folder = local_path(run_url)
+    folder = plain_path(run_url)
     url = run_url if folder is None else str(folder)
     parent, _, name = url.rpartition("/")
     environment = {KEY: executable} if executable else {}

@@ -17,11 +17,11 @@ from typing import IO, Any
 import psutil
 
 from elastic_ft.errors import ConfigError, JobFailed
-from elastic_ft.observe.lines import local_path
 from elastic_ft.service import local_nodes
 from elastic_ft.service.access import LOOPBACK
 from elastic_ft.service.served_at import HowToServe
 from elastic_ft.service.service_client import Client, ServiceAway
+from elastic_ft.storage.mounts import plain_path
 
 START_TIMEOUT_S = 180.0  # nodes and imports, on a machine that has much to do
 ENDING_TIMEOUT_S = 15.0  # local nodes whose service was just stopped; with jobs left they stay
@@ -40,7 +40,7 @@ def running(url: str, folder: str, say: Callable[[str], object]) -> dict[str, An
         return None
     except (ConfigError, ValueError, KeyError) as error:
         raise ConfigError(f"--port: somebody answers at {url}: {error}") from None
-    local = local_path(folder)
+    local = plain_path(folder)
     wanted = folder.rstrip("/") if local is None else str(local)
     if found.get("folder") != wanted:
         raise ConfigError(
@@ -54,7 +54,7 @@ def running(url: str, folder: str, say: Callable[[str], object]) -> dict[str, An
 def one_at_a_time(how: HowToServe) -> Iterator[None]:
     """Of those that start a service in one folder of this machine. Raises ConfigError,
     JobFailed where another takes too long."""
-    path, until_s = local_path(how.folder), time.monotonic() + START_TIMEOUT_S
+    path, until_s = plain_path(how.folder), time.monotonic() + START_TIMEOUT_S
     with contextlib.ExitStack() as held:
         if path is not None:
             try:
@@ -86,7 +86,7 @@ def found_here(how: HowToServe, say: Callable[[str], object]) -> dict[str, Any] 
     ``running`` raises."""
     if how.port and (found := running(how.url_here, how.folder, say)) is not None:
         return found | {"url": how.url_here}
-    path = local_path(how.folder)
+    path = plain_path(how.folder)
     if path is None or _living(path / local_nodes.FILE) is None:
         return None
     url = str(_read(path / local_nodes.FILE).get("url", ""))
@@ -101,7 +101,7 @@ def start_here(
 
     Raises ConfigError, JobFailed.
     """
-    path, folder = local_path(how.folder), how.folder
+    path, folder = plain_path(how.folder), how.folder
     if path is None:
         raise ConfigError("--folder: of a local cluster it is a folder of this machine")
     how.tls()  # before a cluster is started
@@ -150,7 +150,7 @@ def start_at(how: HowToServe) -> str:
 
     from elastic_ft.service.service_actor import start_actor
 
-    local = local_path(how.folder)
+    local = plain_path(how.folder)
     wanted = how.folder.rstrip("/") if local is None else str(local)
     actor = start_actor(replace(how, folder=wanted), this_node=how.host in LOOPBACK)
     try:
@@ -183,7 +183,7 @@ def is_gone(client: Client, about: dict[str, Any], timeout_s: float) -> bool:
 
 def ended_here(folder: str, timeout_s: float) -> bool:
     """Whether the local nodes of a service that was stopped are gone, once they are."""
-    path, until_s = local_path(folder), time.monotonic() + timeout_s
+    path, until_s = plain_path(folder), time.monotonic() + timeout_s
     while path is not None and _living(path / local_nodes.FILE) is not None:
         if time.monotonic() > until_s:
             return False

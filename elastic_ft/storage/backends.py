@@ -1,18 +1,16 @@
 """The filesystems under a store, and what their errors mean.
 
-``Local`` makes objects appear whole by itself, ``Objects`` are those of S3, Google and Azure,
-``Remote`` is any other fsspec filesystem. None retries: that is ``store.Store``'s part.
+``Local`` (of ``local_files``) makes objects appear whole by itself, ``Mounted`` is the same in a
+mount that may hang, ``Objects`` are those of S3, Google and Azure, ``Remote`` is any other fsspec
+filesystem. None retries: that is ``store.Store``'s part.
 """
 
 from __future__ import annotations
 
 import errno
-import os
-import secrets
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,9 +29,11 @@ from elastic_ft.storage.kinds import (
     Bytes,
     FailureKind,
 )
+from elastic_ft.storage.local_files import Local
+from elastic_ft.storage.mounted import Mounted
+from elastic_ft.storage.mounts import can_hang
 
 REMOTE_PIECE_BYTES = 32 * PIECE_BYTES
-TMP_SUFFIX = ".tmp~"  # of local files not yet whole; never listed
 
 
 def backend_of(url: str) -> tuple[Backend, str]:
@@ -49,7 +49,7 @@ def backend_of(url: str) -> tuple[Backend, str]:
     protocol, path = fsspec.core.split_protocol(url)
     if protocol in (None, "file", "local"):
         root = Path(LocalFileSystem._strip_protocol(url)).absolute()
-        return Local(root), str(root)
+        return (Mounted if can_hang(root) else Local)(root), str(root)
     try:
         if protocol in OBJECT_STORES:
             return _objects().Objects(protocol, path), url.rstrip("/")
@@ -73,75 +73,6 @@ def check_protocol(url: str) -> None:
             f"{', '.join(f'{name}://' for name in OBJECT_STORES)}, or another of fsspec's, such as "
             "sftp:// or webhdfs://"
         )
-
-
-class Local:
-    """A local or mounted folder. Objects appear by rename or hard link, after fsync."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def put(self, key: str, parts: Sequence[Bytes], timeout_s: float) -> None:
-        target = self._root / key
-        with self._whole(target, parts) as tmp:
-            tmp.replace(target)
-
-    def create(self, key: str, data: bytes, timeout_s: float) -> bool:
-        target = self._root / key
-        with self._whole(target, [data]) as tmp:
-            try:
-                os.link(tmp, target)  # unlike rename, fails if the target exists
-            except FileExistsError:
-                return False
-        return True
-
-    @contextmanager
-    def _whole(self, target: Path, parts: Sequence[Bytes]) -> Iterator[Path]:
-        """A complete, synced temporary file beside ``target``; then syncs the folder."""
-        _make_folder(target.parent)
-        tmp = target.with_name(f".{target.name}.{secrets.token_hex(6)}{TMP_SUFFIX}")
-        try:
-            with tmp.open("xb", buffering=0) as file:
-                for part in parts:
-                    _write_all(file, part)
-                os.fsync(file.fileno())
-            yield tmp
-        finally:
-            tmp.unlink(missing_ok=True)
-        _sync_folder(target.parent)
-
-    def get(self, key: str, start: int | None, end: int | None, timeout_s: float) -> bytes:
-        with (self._root / key).open("rb") as file:
-            file.seek(start or 0)
-            return file.read(-1 if end is None else end - (start or 0))
-
-    def stream(self, key: str, start: int, end: int, silent_s: float) -> Iterator[bytes]:
-        with (self._root / key).open("rb", buffering=0) as file:
-            file.seek(start)
-            while start < end and (piece := file.read(min(PIECE_BYTES, end - start))):
-                yield piece
-                start += len(piece)
-
-    def size(self, key: str, timeout_s: float) -> int:
-        path = self._root / key
-        if path.is_dir():
-            raise FileNotFoundError(f"{path} is a folder")
-        return path.stat().st_size
-
-    def list(self, prefix: str, timeout_s: float, after: str = "") -> list[str]:
-        found = list[str]()
-        for folder, _, names in os.walk(self._root / prefix, onerror=_raise_unless_missing):
-            inside = Path(folder).relative_to(self._root).as_posix()
-            where = "" if inside == "." else f"{inside}/"
-            found += [where + name for name in names if not name.endswith(TMP_SUFFIX)]
-        return found
-
-    def delete(self, key: str, timeout_s: float) -> None:
-        path = self._root / key
-        if path.is_dir():  # its objects were deleted by key: what is left is empty or half-written
-            _remove_leftovers(path)
-        else:
-            path.unlink()
 
 
 class Remote:
@@ -221,49 +152,6 @@ class Remote:
 _MEMORY = threading.Lock()
 
 
-def _write_all(file: Any, part: Bytes) -> None:
-    rest = memoryview(part).cast("B")
-    while rest.nbytes:
-        rest = rest[file.write(rest) :]  # the kernel takes at most 2 GiB at once
-
-
-def _make_folder(folder: Path) -> None:
-    """mkdir -p, each new entry synced into its parent."""
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for new in reversed(missing):
-        new.mkdir(exist_ok=True)
-        _sync_folder(new.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _raise_unless_missing(error: OSError) -> None:
-    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        raise error
-
-
-def _remove_leftovers(folder: Path) -> None:
-    for tmp in folder.rglob(f"*{TMP_SUFFIX}"):
-        tmp.unlink(missing_ok=True)
-    for below in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
-        _remove_if_empty(below)
-    _remove_if_empty(folder)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):  # not empty, or someone else removed it: both are fine
-        folder.rmdir()
-
-
 # ------------------------------------------------------------------------------- errors
 
 
@@ -279,6 +167,8 @@ def explain(error: BaseException) -> tuple[FailureKind, str]:
     if "obstore" in sys.modules and (explained := _objects().explain(error)):
         return explained
     why = one_line(error)
+    if type(error) is TimeoutError and error.errno is None and error.args:  # ours, in words
+        return FailureKind.UNREACHABLE, str(error)
     if isinstance(error, OSError) and error.strerror and error.errno == errno.ENOSPC:
         return FailureKind.FAILED, error.strerror
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):

@@ -22,7 +22,7 @@ from tests.multiproc import harness, pool  # noqa: E402
 
 LEAK_DEADLINE_S = 30.0
 FSSPEC = ("fsspecIO", "asyncio_")  # its loop and resolver: they stay
-SERVERS = ("forkserver", "resource_tracker", "hosts.local.launcher")  # they stay
+SERVERS = ("forkserver", "resource_tracker", "hosts.local.launcher", "mount_helper")  # they stay
 
 
 @pytest.fixture(scope="session", autouse=True)

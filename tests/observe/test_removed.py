@@ -13,6 +13,7 @@ from elastic_ft.observe import requests, resize_request, run_folder
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.storage.store import open_store
 from tests.observe.watched import Watched
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_what_could_not_be_removed_is_removed_later(folder: RunFolder) -> None:
     store = without_deletes(folder)
     folder.drop_request()
     folder.forget_result()
-    assert "not now" in folder.mirror_error
+    until(lambda: "not now" in folder.mirror_error)
     requests.fetch(folder._hearing, folder.path)  # who hears what is asked finds it there again
     folder._mirror()
     assert "not now" in folder.mirror_error
@@ -61,6 +62,7 @@ def test_what_could_not_be_removed_is_removed_later(folder: RunFolder) -> None:
 def test_a_result_written_since_is_not_removed(folder: RunFolder) -> None:
     store = without_deletes(folder)
     folder.forget_result()
+    until(lambda: "not now" in folder.mirror_error)
     folder.write_result({"status": "stopped"})
     store.is_away = False
     folder._mirror()
@@ -70,6 +72,7 @@ def test_a_result_written_since_is_not_removed(folder: RunFolder) -> None:
 def test_who_is_superseded_removes_nothing_of_the_next(folder: RunFolder) -> None:
     store = without_deletes(folder)
     folder.drop_request()
+    until(lambda: "not now" in folder.mirror_error)
     store.is_away = False
     other = RunFolder(folder.url)
     other.take_over(uuid4().hex, "job")

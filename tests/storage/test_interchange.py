@@ -24,8 +24,8 @@ from elastic_ft.errors import ModelError, StorageError
 from elastic_ft.models import build_model
 from elastic_ft.state.tensors import StateTensor
 from elastic_ft.storage import safetensors
-from elastic_ft.storage.backends import Local
 from elastic_ft.storage.inspect import find_one
+from elastic_ft.storage.local_files import Local
 from elastic_ft.storage.safetensors import SINGLE
 from elastic_ft.storage.shards import Want, prefix_of
 from elastic_ft.storage.store import Store, open_store

@@ -17,7 +17,7 @@ from fsspec.registry import known_implementations
 
 from chaos.s3_server import S3Server
 from elastic_ft.errors import StorageError, StoreFailed
-from elastic_ft.storage import backends
+from elastic_ft.storage import local_files
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, check_access, open_store
 
@@ -139,7 +139,7 @@ def test_torn_local_write_is_invisible(
 
     store = open_store(str(tmp_path))
     store.put("old", b"old")
-    monkeypatch.setattr(backends, "_write_all", write_half)
+    monkeypatch.setattr(local_files, "_write_all", write_half)
     for key in ("new", "old"):
         with pytest.raises(StoreError, match=r": failed: No space left on device$"):
             getattr(store, method)(key, b"0123456789")

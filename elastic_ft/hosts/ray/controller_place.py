@@ -7,6 +7,7 @@ folder that lies on this machine alone, though, ties it to this machine.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
@@ -18,8 +19,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from elastic_ft.core.assignment import NodeId
+from elastic_ft.errors import StoreFailed
 from elastic_ft.hosts.ray.ray_private import RAY_NODE_ID_KEY
-from elastic_ft.observe.lines import local_path
+from elastic_ft.storage.mounts import plain_path
+from elastic_ft.storage.store import open_store
 
 log = logging.getLogger(__name__)
 LABEL = "elastic-ft/controller"
@@ -73,15 +76,15 @@ def controller_places(run_url: str) -> ControllerPlaces:
 
 
 def _is_seen(run_url: str, others: list[dict[str, Any]], elsewhere: Selector) -> bool:
-    """Whether other machines of the cluster see the run folder, as one of them says."""
-    folder, this_machine = local_path(run_url), os.uname().nodename
+    """Whether other machines of the cluster see the run folder, as one of them says. Raises
+    StoreFailed where it can't be written."""
+    folder, this_machine = plain_path(run_url), os.uname().nodename
     if folder is None or all(node["NodeManagerHostname"] == this_machine for node in others):
         return True
-    folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / f".seen-{uuid.uuid4().hex}"
-    mark.touch()
+    store, mark = open_store(run_url), f".seen-{uuid.uuid4().hex}"
+    store.put(mark, b"")
     options: dict[str, Any] = {"label_selector": elsewhere, "scheduling_strategy": ANYWHERE}
-    looking = ray.remote(num_cpus=0, **options)(os.path.exists).remote(str(mark))
+    looking = ray.remote(num_cpus=0, **options)(os.path.exists).remote(str(folder / mark))
     try:
         return bool(ray.get(looking, timeout=LOOK_TIMEOUT_S))
     except (RayError, GetTimeoutError) as error:
@@ -89,4 +92,5 @@ def _is_seen(run_url: str, others: list[dict[str, Any]], elsewhere: Selector) ->
         ray.cancel(looking)
         return False
     finally:
-        mark.unlink(missing_ok=True)
+        with contextlib.suppress(StoreFailed):  # an empty file more
+            store.delete(mark)
