@@ -191,7 +191,7 @@ class OwnStep:
         share = loss * (weight * self._groups.assignment.layout.data_parallel_size / divisor)
         if scaler is not None:
             self._scales.use(scaler)
-        (share if scaler is None else scaler.scale(share)).backward()
+        torch.autograd.backward(share if scaler is None else scaler.scale(share))
         for routed in self._routed.values():
             routed.is_ahead = False
         if scaler is None and running.begun == len(running.micro_batches):

@@ -147,11 +147,11 @@ def _vars(thing: Any) -> dict[str, Any]:
 
 def _kept(known: Iterable[Any]) -> tuple[dict[int, Any], set[int]]:
     """What is kept, by id; and the addresses of its tensors."""
-    kept = _reachable(known)
+    kept = reachable(known)
     return kept, {t.data_ptr() for thing in kept.values() for t in _tensors_of(thing)}
 
 
-def _reachable(known: Iterable[Any]) -> dict[int, Any]:
+def reachable(known: Iterable[Any]) -> dict[int, Any]:
     """What is kept, and what that has: the schedulers of one that is made of several, say."""
     found: dict[int, Any] = {}
     edge = list(known)

@@ -22,7 +22,7 @@ from elastic_ft.data.reading_processes import ReadingProcesses
 from elastic_ft.data.stream import SampleStream
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
-from elastic_ft.training.lengths import warn_of_length
+from elastic_ft.training.found import warn_of_length
 
 
 class Drawn:
