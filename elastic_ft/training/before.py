@@ -56,6 +56,10 @@ class BeforeSteps(Between, ABC):
         there. Raises ConfigError. Without a DataLoader the script draws each micro-batch itself,
         from the generators of torch, numpy or ``random``.
 
+        A text is the name of a variable of the calling function, or its module, and is not
+        returned: numbers, text, tensors, lists and dicts of them, the same on all ranks, are kept
+        as what ``register`` is given; they are set where the state comes from elsewhere.
+
         by_reference: what needs no gradient and is in no optimizer is no state: every process has
         it of its script, or else of another; it must not be changed.
         seed: of each micro-batch, with its place in the global batch. None: nothing is seeded; of a
@@ -63,6 +67,8 @@ class BeforeSteps(Between, ABC):
         """
         if self.has_begun:
             raise ConfigError(f"ctx.prepare: {LATE}")
+        names = [thing for thing in things if isinstance(thing, str)]
+        things = tuple(thing for thing in things if not isinstance(thing, str))
         given = sort_out(things, self._loader)
         if self._own is None:
             engine = OwnEngine(self.job, [], [], self.device)
@@ -72,6 +78,8 @@ class BeforeSteps(Between, ABC):
         if seed != "job's":
             engine.seed = seed
         self._take(given)
+        for name in names:
+            engine.own.register(name, Variable(sys._getframe(1), name))
         made = given.made_of(things, self._loader, lambda held_out: HeldOut(self, held_out))
         return made[0] if len(made) == 1 else tuple(made)
 
@@ -109,19 +117,15 @@ class BeforeSteps(Between, ABC):
             read_in_processes(self._loader, given, own.engine.seed)
         own.data = self._loader.bundle
 
-    def register(self, *variables: str, **objects: Any) -> None:
+    def register(self, **objects: Any) -> None:
         """What these keep (``state_dict``, ``load_state_dict``, or their attributes) belongs to the
         job's state: it is committed with each step, rolled back with it, and given to who joins.
 
         It must be the same on all ranks. Raises ConfigError.
-
-        variables: names of the calling function's, or module's: numbers, text, tensors, lists and
-        dicts of them. They are read after each step, and set where the state comes from elsewhere.
         """
-        own, frame = self._steering("register").engine.own, sys._getframe(1)
-        made = {name: Variable(frame, name) for name in variables}
-        for name, thing in (made | objects).items():
-            own.register(name, thing)
+        engine = self._steering("register").engine
+        for name, thing in objects.items():
+            engine.own.register(name, thing)
 
     def loader(
         self,

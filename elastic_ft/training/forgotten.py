@@ -32,7 +32,7 @@ CARRIED = (
     "{name} ({value}) is carried from step to step, and is not registered: a worker that comes in, "
     "and the job when it is started again, begins it anew: {instead}"
 )
-REGISTER = 'ctx.register("{name}"), if all ranks have the same; or count by batch.number, the epoch'
+REGISTER = 'ctx.prepare("{name}"), if all ranks have the same; or count by batch.number, the epoch'
 OF_OBJECT = "keep it in an object of its own, for ctx.register, if all ranks have the same"
 
 
@@ -107,7 +107,7 @@ class Forgotten:
         functions = [(code, dict(_names_of(f))) for code, f in self._functions.items()]
         kept, found = reachable(known), list[str]()
         for name, value, owner in carried_here(frames, functions):
-            if name in names or id(owner) in kept:
+            if name in names or (owner is not None and id(owner) in kept):
                 continue
             if self._values.setdefault(name, value) != value and name not in self._told_names:
                 self._told_names.add(name)

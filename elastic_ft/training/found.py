@@ -109,5 +109,5 @@ def warn_of_length(loader: DataLoader[Any], batch: BatchConfig, steps: int) -> N
             f"len(loader) before ctx.prepare is {len(loader)} micro-batches, after it {steps} "
             f"steps, of {batch.micro_batches} micro-batches each: a schedule, or a total, counts "
             "steps; make it of the length after ctx.prepare",
-            stacklevel=5,
+            stacklevel=6,
         )

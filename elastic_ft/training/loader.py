@@ -120,7 +120,7 @@ def check_options(loader: DataLoader[Any], batch: BatchConfig) -> None:
         warnings.warn(
             f"DataLoader.{', '.join(idle)}: without effect: samples are read a step ahead, in a "
             "thread or in processes",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

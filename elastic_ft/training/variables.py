@@ -27,7 +27,7 @@ class Variable:
         self._globals = frame.f_globals
         if name not in self._values:
             raise ConfigError(
-                f"ctx.register: {name!r} is no variable of {self._where}, nor of its module, yet: "
+                f"ctx.prepare: {name!r} is no variable of {self._where}, nor of its module, yet: "
                 "give it its first value before"
             )
 
@@ -39,13 +39,13 @@ class Variable:
         """Raises ConfigError where its function has returned."""
         if self.frame is not None and all(self.frame is not frame for frame in running):
             raise ConfigError(
-                f"ctx.register: {self.name!r} was a variable of {self._where}, which has returned: "
-                "register it in the function that goes over the loader"
+                f"ctx.prepare: {self.name!r} was a variable of {self._where}, which has returned: "
+                "give it in the function that goes over the loader"
             )
 
     def state_dict(self) -> dict[str, Any]:
         if self.name not in (values := self._values):
-            raise ConfigError(f"ctx.register: {self.name!r} of {self._where} has no value any more")
+            raise ConfigError(f"ctx.prepare: {self.name!r} of {self._where} has no value any more")
         return {"value": values[self.name]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

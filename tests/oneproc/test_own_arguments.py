@@ -43,8 +43,9 @@ def test_a_length_of_before_prepare_is_warned_of() -> None:
     watch(lambda: None)
     loader = samples()
     assert len(loader) == 8
-    with pytest.warns(UserWarning, match=r"len\(loader\) before ctx.prepare is 8 .* after it 4"):
+    with pytest.warns(UserWarning, match=r"ctx.prepare is 8 .* after it 4") as told:
         (found,) = prepared(context(), loader)
+    assert told[0].filename == __file__
     assert len(found) == 4
 
 

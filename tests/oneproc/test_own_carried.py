@@ -67,9 +67,9 @@ def trained(known: list[Any], state: Any, *names: str) -> list[str]:
 
 
 def test_what_a_loop_carries_is_told_once_by_name() -> None:
-    told = trained([], SimpleNamespace(count=0))
+    told = trained([SimpleNamespace(nothing=None)], SimpleNamespace(count=0))
     assert [line.split()[0] for line in told] == ["best", "state.count", "step"]
-    assert 'begins it anew: ctx.register("step"), if all ranks have the same' in told[2]
+    assert 'begins it anew: ctx.prepare("step"), if all ranks have the same' in told[2]
     assert "keep it in an object of its own, for ctx.register" in told[1]
 
 

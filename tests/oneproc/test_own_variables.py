@@ -1,4 +1,4 @@
-"""Plain variables of a script that are registered by their names."""
+"""Plain variables of a script that are prepared by their names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD
 
 from elastic_ft.engines.own_state import OwnState
 from elastic_ft.errors import ConfigError
+from elastic_ft.training.loader import Loader
 from elastic_ft.training.variables import Variable, running_frames
+from tests.oneproc.test_own_arguments import context, samples
 
 count = 3  # of this module
 
@@ -84,3 +88,21 @@ def test_a_variable_of_a_function_that_has_returned_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"'best' was a variable of setup, which has returned"):
         setup().check_runs(running_frames())
+
+
+def test_variables_are_prepared_by_name() -> None:
+    """Beside what is returned, or alone."""
+    ctx, model, best, step = context(), nn.Linear(1, 1), 1.0, 0
+    assert ctx.prepare("best", model) is model
+    ctx.prepare("step")
+    _, loader = ctx.prepare(SGD(model.parameters()), samples())
+    assert ctx._own is not None and isinstance(loader, Loader)
+    own = ctx._own.engine.own
+    assert own.names == ["best", "step"]
+    ctx._begin()
+    own.capture()
+    best, step = 2.0, 1
+    own.put_back()
+    assert (best, step) == (1.0, 0)
+    with pytest.raises(ConfigError, match=r"ctx.prepare: comes after the first batch"):
+        ctx.prepare("model")
