@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elastic_ft.training.carried import carried_here
-from elastic_ft.training.variables import running_frames
+from elastic_ft.training.variables import Variable, running_frames
 from elastic_ft.worker.steering import Steering
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def _parts_of(thing: Any) -> list[Any]:
         return list(thing.values())[:LEAVES_MAX]
     if isinstance(thing, (list, tuple)):
         return list(thing[:LEAVES_MAX])
-    if isinstance(thing, (str, int, float, torch.Tensor, type, types.ModuleType)):
+    if isinstance(thing, (str, int, float, torch.Tensor, type, types.ModuleType, Variable)):
         return []
     return list(_vars(thing).values())
 

@@ -135,3 +135,19 @@ def test_a_plain_backward_elsewhere_is_torchs(ctx: Context) -> None:
     ctx._turn = SimpleNamespace(takes_losses=True)  # type: ignore[assignment]
     (2 * weight).backward(torch.ones(1))
     assert weight.grad is not None and float(weight.grad) == 6.0
+
+
+best = 9.0  # a variable of this module, as is the scheduler that stands beside it in a script
+beside: Any = None
+
+
+def test_a_variable_hides_nothing_that_stands_beside_it(ctx: Context) -> None:
+    """All of its module was taken for kept: who joined had another rate, and was refused."""
+    global beside
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters())
+    beside = StepLR(optimizer, 1)
+    ctx.prepare(model, optimizer, samples(), "best")
+    ctx._begin()
+    assert ctx._own is not None and beside in ctx._own.engine.own.things
+    beside = None
