@@ -267,8 +267,9 @@ def forget_forwards(runner: torch.nn.parallel.DistributedDataParallel) -> None:
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """What it has noted of optimizers since its last ``update``."""
-    scaler._per_optimizer_states.clear()
+    """What it has noted of optimizers since its last ``update``; one that is off notes nothing."""
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.clear()
 
 
 @contextmanager

@@ -10,11 +10,13 @@ import ast
 import functools
 import linecache
 import sysconfig
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
 PLAIN = (bool, int, float, str)
+CLOCK_MIN, MOMENT_S = 3600.0, 60.0
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_OF_SCRIPTS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -202,6 +204,16 @@ def is_of_script(frame: FrameType) -> bool:
     return not is_ours and not frame.f_code.co_filename.startswith(("<", *NOT_OF_SCRIPTS))
 
 
+def _is_clock(value: Any) -> bool:
+    """Whether it is the time of day, or one of this machine, of a moment ago: each has its own."""
+    clocks = (time.time, time.perf_counter, time.monotonic)
+    return (
+        type(value) is float
+        and value > CLOCK_MIN
+        and any(abs(value - clock()) < MOMENT_S for clock in clocks)
+    )
+
+
 def plain_values(known: Mapping[str, Any], names: Names) -> Iterator[tuple[str, Any, Any]]:
     """Of those, what numbers and text are now, and whose attribute each is, if one's."""
     for name in sorted(names):
@@ -209,7 +221,7 @@ def plain_values(known: Mapping[str, Any], names: Names) -> Iterator[tuple[str, 
         value = owner = known.get(base)
         if attribute:
             value = getattr(owner, "__dict__", {}).get(attribute)
-        if type(value) in PLAIN:
+        if type(value) in PLAIN and not _is_clock(value):
             yield name, value, owner if attribute else None
 
 

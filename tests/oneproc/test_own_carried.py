@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,7 @@ def steps(told: list[str], known: Any, *names: str) -> Iterator[int]:
 
 def trained(known: list[Any], state: Any, *names: str) -> list[str]:
     told, step, best, patience, rate = list[str](), 0, 9.0, 0, 0.1
+    began = time.time()
     for _ in range(1):
         total = 0.0
         for number in steps(told, known, *names):
@@ -62,6 +64,7 @@ def trained(known: list[Any], state: Any, *names: str) -> list[str]:
             state.count += 1
             rate = rate if total > 1e9 else 0.1
             best = min(best, 5.0 - number)
+            began = max(began, time.time())
         patience += 1  # noqa: SIM113
     return told
 

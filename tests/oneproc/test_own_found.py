@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 
+from elastic_ft.engines.own_scales import Scales
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
 from elastic_ft.training.context import Context
@@ -151,3 +152,12 @@ def test_a_variable_hides_nothing_that_stands_beside_it(ctx: Context) -> None:
     ctx._begin()
     assert ctx._own is not None and beside in ctx._own.engine.own.things
     beside = None
+
+
+def test_a_scaler_that_is_off_is_put_back_as_any() -> None:
+    """nanoGPT's, in fp32: after a lost worker each attempt raised an AttributeError."""
+    scales, scaler = Scales([]), torch.amp.GradScaler("cpu", enabled=False)
+    scales.begin()
+    scales.use(scaler)
+    scales.put_back([scaler])
+    assert not scaler.state_dict()
