@@ -125,12 +125,11 @@ class Between(Elsewhere, ABC):
         with stays_inside():
             return sum_over_members(list(map(float, values)), self.world_size)
 
-    def all_gather(self, tensor: Any) -> list[torch.Tensor]:
+    def all_gather(self, tensor: Any) -> Any:
         """Each rank's, of one shape and dtype, in what ``together`` runs. Elsewhere between two
         steps as ``gather``, of one rank."""
         if self._party is None:
-            whole: Any = self.gather(torch.as_tensor(tensor))[None]
-            return whole
+            return self.gather(torch.as_tensor(tensor))[None]
         return self._party.all_gather(tensor)
 
     def _errand(self, run: Callable[[Any], Any]) -> Any:

@@ -71,7 +71,7 @@ def quantised_by(model: Any) -> str | None:
     return next((kind for kind in PACKED_BY if kind in kinds), None)
 
 
-def sort_out(things: tuple[Any, ...], trained: Loader | None) -> Given:
+def sort_out(things: tuple[Any, ...], trained: Loader | None = None) -> Given:
     """``trained``: the loader that was given before. Raises ConfigError."""
     models, optimizers, loaders, kept = [], [], [], {}
     for place, thing in enumerate(things):
