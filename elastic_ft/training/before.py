@@ -18,7 +18,7 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.training.between import Between
 from elastic_ft.training.each import MicroTurns, ZeroGrad
 from elastic_ft.training.found import found_for
-from elastic_ft.training.given import LATE, Given, check_complete, sort_out
+from elastic_ft.training.given import LATE, Given, check_complete, check_new, sort_out
 from elastic_ft.training.held_out import HeldOut
 from elastic_ft.training.loader import (
     Loader,
@@ -70,6 +70,8 @@ class BeforeSteps(Between, ABC):
         names = [thing for thing in things if isinstance(thing, str)]
         things = tuple(thing for thing in things if not isinstance(thing, str))
         given = sort_out(things, self._loader)
+        check_new(given, self._own.kept if self._own is not None else [])
+        trained = None if given.loader is None else self._made_of(given.loader)
         if self._own is None:
             engine = OwnEngine(self.job, [], [], self.device)
             self._own = self.worker.own = Steering(engine, drawn_bundle())
@@ -78,6 +80,8 @@ class BeforeSteps(Between, ABC):
         if seed != "job's":
             engine.seed = seed
         self._take(given)
+        if trained is not None:
+            self._take_loader(given.loader, trained)
         for name in names:
             engine.own.register(name, Variable(sys._getframe(1), name))
         made = given.made_of(things, self._loader, lambda held_out: HeldOut(self, held_out))
@@ -101,21 +105,21 @@ class BeforeSteps(Between, ABC):
         for model in given.models:
             if not hasattr(model, "no_sync"):  # DDP's: a step's micro-batches are accumulated
                 model.no_sync = nullcontext
-        if given.loader is not None:
-            self._take_loader(given.loader)
 
-    def _take_loader(self, given: DataLoader[Any] | Loader) -> None:
-        own = self._steering("prepare")
+    def _made_of(self, given: DataLoader[Any] | Loader) -> Loader:
+        """Raises ConfigError."""
+        if isinstance(given, Loader):
+            return given
+        check_options(given, self.job.batch)
+        return self.loader(given.dataset, given.collate_fn)
+
+    def _take_loader(self, given: DataLoader[Any] | Loader | None, made: Loader) -> None:
+        own, self._loader = self._steering("prepare"), made
+        if made.bundle.stream is not None:
+            own.engine.own.register("the stream", made.bundle.stream)
         if isinstance(given, DataLoader):
-            check_options(given, self.job.batch)
-            self._loader = self.loader(given.dataset, given.collate_fn)
-        else:
-            self._loader = given
-        if self._loader.bundle.stream is not None:
-            own.engine.own.register("the stream", self._loader.bundle.stream)
-        if isinstance(given, DataLoader):
-            read_in_processes(self._loader, given, own.engine.seed)
-        own.data = self._loader.bundle
+            read_in_processes(made, given, own.engine.seed)
+        own.data = made.bundle
 
     def register(self, **objects: Any) -> None:
         """What these keep (``state_dict``, ``load_state_dict``, or their attributes) belongs to the

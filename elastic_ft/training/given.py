@@ -103,6 +103,13 @@ def _trained_of(loaders: list[Any], trained: Loader | None) -> DataLoader[Any] |
     return next(iter([*sure, *loaders]), None)
 
 
+def check_new(given: Given, known: Sequence[Any]) -> None:
+    """Raises ConfigError where something was given before."""
+    for thing in (*given.models, *given.optimizers, *given.kept.values()):
+        if any(thing is one for one in known):
+            raise ConfigError(f"ctx.prepare: this {type(thing).__name__} was given before")
+
+
 def check_complete(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises ConfigError."""
     for kind, found in (("nn.Module", models), ("optimizer", optimizers)):

@@ -112,6 +112,20 @@ def test_what_accumulates_has_no_effect_in_a_step(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "before there is a world!here\n"
 
 
+def test_what_is_refused_leaves_nothing_behind() -> None:
+    """It may be given again, with another loader."""
+    ctx, model = context(), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match=r"batch.micro_batch_size: the job has 2"):
+        ctx.prepare(model, optimizer, samples(3))
+    with pytest.raises(ConfigError, match=r"ctx.log: comes after ctx.prepare"):
+        ctx.log(a=1)
+    ctx.prepare(model, optimizer, samples())
+    assert ctx._own is not None and ctx._own.engine.models == [model]
+    with pytest.raises(ConfigError, match=r"this Linear was given before"):
+        ctx.prepare(model)
+
+
 class Synchronised:
     """Its state is a sum over ranks."""
 

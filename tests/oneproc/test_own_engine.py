@@ -330,8 +330,11 @@ def test_one_loader_is_trained_on_or_none() -> None:
     things = model, torch.optim.SGD(model.parameters())
     loaders = [DataLoader([0]) for _ in range(2)]
     assert sort_out(things).loader is None and sort_out((*things, loaders[0])).loader is loaders[0]
-    with pytest.raises(ConfigError, match="expected one DataLoader, found 2: of several that are"):
-        sort_out((*things, *loaders))
+    assert sort_out((*things, *loaders)).loader is loaders[0]
+    shuffled = [DataLoader([0], shuffle=True) for _ in range(2)]
+    assert sort_out((*things, loaders[0], shuffled[0])).loader is shuffled[0]
+    with pytest.raises(ConfigError, match=r"trained on, found 2: of several make one"):
+        sort_out((*things, *shuffled))
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
