@@ -41,15 +41,6 @@ class after_operations(TorchDispatchMode):
         return result
 
 
-class no_collectives(TorchDispatchMode):
-    """Raises RuntimeError for those of the block, before they begin."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            raise RuntimeError(f"{func}: a collective has no place here")
-        return func(*args, **(kwargs or {}))
-
-
 def spoil_next_output(factor: float) -> None:
     """Multiplies the output of the next module that runs in this process."""
 
@@ -276,8 +267,9 @@ def forget_forwards(runner: torch.nn.parallel.DistributedDataParallel) -> None:
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """What it has noted of optimizers since its last ``update``."""
-    scaler._per_optimizer_states.clear()
+    """What it has noted of optimizers since its last ``update``; one that is off notes nothing."""
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.clear()
 
 
 @contextmanager

@@ -36,7 +36,8 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.models.named import NamedSums, checked
 
 OTHER_DRAWS = 50_021  # micro-batches: a second pass over a batch draws other numbers
-BEFORE_ALL, BEHIND_ALL = -1, -2  # in a micro-batch's place: what is drawn there all ranks draw
+# In a micro-batch's place: what is drawn there all ranks draw. Less than the last is behind a pass.
+BEFORE_ALL, BEHIND_ALL = -1, -2
 
 
 class OwnStep:
@@ -122,6 +123,7 @@ class OwnStep:
             yield micro_batch
             if kept:  # padding is no sample: running statistics, say
                 put_into(self._persistent(), kept)
+        self._seed(running, BEHIND_ALL - running.passes)
 
     def _seed(self, running: Running, place: int) -> None:
         if self.seed is not None:
@@ -191,7 +193,7 @@ class OwnStep:
         share = loss * (weight * self._groups.assignment.layout.data_parallel_size / divisor)
         if scaler is not None:
             self._scales.use(scaler)
-        (share if scaler is None else scaler.scale(share)).backward()
+        torch.autograd.backward(share if scaler is None else scaler.scale(share))
         for routed in self._routed.values():
             routed.is_ahead = False
         if scaler is None and running.begun == len(running.micro_batches):

@@ -234,6 +234,8 @@ _TRAINING = (
            "worker", "{worker}: {reason}"),
     _event("unregistered", "A loop of one's own changes what is not registered from step to step.",
            "worker", "{reason}"),
+    _event("ranks_differ", "What a loop of one's own takes for the same on all ranks differs.",
+           "step", "{reason}"),
     _event("ranks_part", "Ranks wait for each other at different places of a loop of one's own.",
            "worker", "{worker}: {reason}"),
     _event("overlap", "What rank 0's computing waits for in a step, early in a generation; again "

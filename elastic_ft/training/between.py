@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from elastic_ft.config import Job
 from elastic_ft.engines.left_behind import stays_inside
 from elastic_ft.errors import UsageError
 from elastic_ft.training.batch import weighed
-from elastic_ft.training.elsewhere import Elsewhere
+from elastic_ft.training.elsewhere import Elsewhere, write_state
 from elastic_ft.training.export import export
 from elastic_ft.training.held_out import evaluating, samples_of
 from elastic_ft.training.here import as_here
@@ -81,9 +82,16 @@ class Between(Elsewhere, ABC):
         found: Mean = self._errand(run)
         return found
 
-    def save(self) -> None:
-        """Asks for a checkpoint of the next step, beside those that ``checkpoint`` asks for."""
-        self._steering("save").checkpoint = True
+    def save(self, *file: Any) -> None:
+        """Asks for a checkpoint of the next step, beside those that ``checkpoint`` asks for. Given
+        a path and what is kept, as Fabric's, or the other way round, as Accelerate's: rank 0 writes
+        that there, by ``torch.save``; nobody reads it again by itself."""
+        if not file:
+            self._steering("save").checkpoint = True
+        elif len(file) != 2 or not any(isinstance(part, str | os.PathLike) for part in file):
+            raise UsageError("ctx.save: takes nothing, or a path and what is written there")
+        elif self.rank == 0:
+            write_state(*sorted(file, key=lambda part: not isinstance(part, str | os.PathLike)))
 
     def gathered(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The whole ``model.state_dict()`` on the host, whatever the layout: on rank 0, and {}
@@ -117,10 +125,11 @@ class Between(Elsewhere, ABC):
         with stays_inside():
             return sum_over_members(list(map(float, values)), self.world_size)
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Each rank's, of one shape and dtype, in what ``together`` runs."""
+    def all_gather(self, tensor: Any) -> Any:
+        """Each rank's, of one shape and dtype, in what ``together`` runs. Elsewhere between two
+        steps as ``gather``, of one rank."""
         if self._party is None:
-            raise UsageError("ctx.all_gather: comes in what ctx.together runs")
+            return self.gather(torch.as_tensor(tensor))[None]
         return self._party.all_gather(tensor)
 
     def _errand(self, run: Callable[[Any], Any]) -> Any:

@@ -5,32 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from elastic_ft.data.epoch_order import EpochOrder
 from elastic_ft.engines.modules import seed_all_for
-from elastic_ft.engines.own import OwnEngine
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
-from elastic_ft.training.between import Between
-from elastic_ft.training.each import MicroTurns, ZeroGrad, as_batch, body_of, not_counted
+from elastic_ft.training.before import BeforeSteps
+from elastic_ft.training.each import MicroTurns, as_batch, body_of, not_counted
 from elastic_ft.training.epochs import EpochSpan, begin_loop, check_through, last_step, span_of
 from elastic_ft.training.forgotten import Forgotten
-from elastic_ft.training.given import ALL_AT_ONCE, loggable, sort_out
+from elastic_ft.training.found import watch
+from elastic_ft.training.given import logged_of
 from elastic_ft.training.here import as_here, plainly
-from elastic_ft.training.lengths import watch_lengths
-from elastic_ft.training.loader import (
-    Loader,
-    bundle_of,
-    check_options,
-    drawn_bundle,
-    read_in_processes,
-)
+from elastic_ft.training.loader import Loader, drawn_bundle
 from elastic_ft.training.within import Interrupts, broken_off, check_outside, without_exit
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.prepare import ready_device
@@ -72,7 +62,7 @@ def init(job: Any = None, **sections: Any) -> Context:
         check_agrees(worker.job, {k: v for k, v in sections.items() if k not in LAUNCHED})
         _context = Context(worker)
     seed_all_for(_context.job.seed, 0, 0)
-    watch_lengths()
+    watch(current)
     return _context
 
 
@@ -81,7 +71,7 @@ def current() -> Context | None:
     return _context
 
 
-class Context(Between):
+class Context(BeforeSteps):
     """What a loop of one's own needs of the job.
 
     Attributes:
@@ -102,7 +92,8 @@ class Context(Between):
         self._party: Party | None = None  # that runs an errand
         self._place, self.generation = (0, 1) if worker.job.elastic.max_workers == 1 else None, 0
         self.latest: Step | None = None
-        self._ended, self._inside = False, False  # ``_inside``: the step's function runs
+        self.has_begun = self._ended = False
+        self._inside = False  # whether the step's function runs
         self._turn: MicroTurns | None = None  # where a function of ``each`` runs
         self._loader: Loader | None = None
         self._span: EpochSpan | None = None  # where the loader is to end, if not with the job
@@ -112,77 +103,6 @@ class Context(Between):
 
     # ------------------------------------------------------------------------------ before
 
-    def prepare(
-        self,
-        *things: Any,
-        seed: int | Literal["job's"] | None = "job's",
-        by_reference: bool = False,
-    ) -> Any:
-        """Takes models, optimizers, schedulers and a DataLoader, in any order, once. Beside one
-        that shuffles there may be others, which stay as they are.
-
-        Returns them in that order: the same objects, but for the loader, of which each item is a
-        ``Batch``. Models are moved to ``device``. Raises ConfigError. Without a DataLoader the
-        script draws each micro-batch itself, from the generators of torch, numpy or ``random``.
-
-        by_reference: what needs no gradient and is in no optimizer is no state: every process has
-        it of its script, or else of another; it must not be changed.
-        seed: of each micro-batch, with its place in the global batch. None: nothing is seeded; of a
-        job of one worker alone, which registers its generators, the same is drawn again.
-        """
-        if self._own is not None:
-            raise ConfigError(ALL_AT_ONCE)
-        given = sort_out(things)
-        if isinstance(given.loader, DataLoader):
-            check_options(given.loader, self.job.batch)
-            loader = self.loader(given.loader.dataset, given.loader.collate_fn)
-        else:  # one of a stream has no length, by which to be true
-            loader = Loader(self, drawn_bundle()) if given.loader is None else given.loader
-        engine = OwnEngine(self.job, given.models, given.optimizers, self.device)
-        engine.by_reference = by_reference
-        engine.seed = self.job.seed if seed == "job's" else seed
-        for name, thing in given.kept.items():
-            engine.own.register(name, thing)
-        if loader.bundle.stream is not None:
-            engine.own.register("the stream", loader.bundle.stream)
-        for owner in (*engine.optimizers, *engine.models):
-            owner.zero_grad = ZeroGrad(  # type: ignore[method-assign]
-                owner, lambda: bool(self._turn and self._turn.keeps_gradients)
-            )
-        if isinstance(given.loader, DataLoader):
-            read_in_processes(loader, given.loader, engine.seed)
-        self._own, self._loader = Steering(engine, loader.bundle), loader
-        self.worker.own = self._own
-        prepared = [loader if thing is given.loader else thing for thing in things]
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
-
-    def register(self, **objects: Any) -> None:
-        """What these keep (``state_dict``, ``load_state_dict``) belongs to the job's state: it is
-        committed with each step, rolled back with it, and given to who joins.
-
-        It must be the same on all ranks. Raises ConfigError.
-        """
-        engine = self._steering("register").engine
-        for name, thing in objects.items():
-            engine.own.register(name, thing)
-
-    def loader(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        order: EpochOrder | None = None,
-        shuffle_buffer: int = 0,
-    ) -> Loader:
-        """A dataset, dealt in micro-batches of ``batch.micro_batch_size``. Raises ConfigError.
-
-        Args:
-            order: of a map-style one's samples, the same on all ranks; else they are shuffled by
-                ``seed``. One that is iterated over has its own (``elastic_ft.data.stream``).
-            shuffle_buffer: of such a stream: samples of a virtual shard that are shuffled together.
-        """
-        bundle = bundle_of(dataset, collate_fn, self.job.batch, self.job.seed, shuffle_buffer)
-        return Loader(self, replace(bundle, order=order))
-
     def epochs(self, *span: int, steps: int | None = None) -> Iterator[int]:
         """In the place of ``range``, with its arguments, around a loop over the loader: that gives
         an epoch's batches then, ``steps`` of them, or else ``len(loader)``.
@@ -191,8 +111,7 @@ class Context(Between):
         who joins, and after a restart. A second call gives the epochs behind those of the first.
         """
         own = self._steering("epochs")
-        assert self._loader is not None
-        self._span = span_of(self._loader, own.passed, range(*span), steps)
+        self._span = span_of(self._trained_on, own.passed, range(*span), steps)
         try:
             while self._is_dealt():
                 dealt = self._awaited()
@@ -226,9 +145,8 @@ class Context(Between):
         def made(*args: Any, **kwargs: Any) -> Any:
             own = self._steering("step")
             self._forgotten.begin(function, own.kept)
-            awaited = None if self._dealt is None else self._dealt.running.number
             at = next((i for i, arg in enumerate(args[:2]) if isinstance(arg, Batch)), None)
-            if at is None or args[at].number != awaited:
+            if at is None or args[at].number != self.awaited_step:
                 raise ConfigError(
                     "@ctx.step: expected the batch that the loader has just given, as the first "
                     "argument (after self), once"
@@ -261,9 +179,7 @@ class Context(Between):
         whole: the function gets the batch, as with ``step``.
         enumerated: as ``enumerate(loader)``: the batch's number comes first, from 0 in each epoch.
         """
-        own = self._steering("each")
-        assert self._loader is not None
-        prepared = self._loader
+        own, prepared = self._steering("each"), self._trained_on
         given = prepared if over is None else not_counted(over)
 
         def run(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,6 +207,11 @@ class Context(Between):
     def running_step(self) -> bool:
         """Whether the step's function runs."""
         return self._inside
+
+    @property
+    def takes_losses(self) -> bool:
+        """Whether ``loss.backward()`` is ``ctx.backward(loss)``: in the function of ``each``."""
+        return self._inside and self._turn is not None and self._turn.takes_losses
 
     def _within(self, call: Callable[[], Any]) -> Any:
         self._inside, self._turn = True, None
@@ -372,9 +293,7 @@ class Context(Between):
 
     def log(self, *results: Any, **values: Any) -> None:
         """Values for the line of the step made last, which is written when it is committed."""
-        own = self._steering("log")
-        given = {k: v for r in results if isinstance(r, dict) for k, v in r.items()}
-        own.logged |= {name: loggable(name, value) for name, value in (given | values).items()}
+        self._steering("log").logged |= logged_of(results, values)
 
     def on_generation(self, callback: Callable[[Context], None]) -> None:
         """``callback(ctx)`` is called in the loop's thread before a new world's first batch."""
@@ -387,6 +306,15 @@ class Context(Between):
             raise ConfigError(f"ctx.{what}: comes after ctx.prepare")
         return self._own
 
+    @property
+    def _trained_on(self) -> Loader:
+        return Loader(self, drawn_bundle()) if self._loader is None else self._loader
+
+    @property
+    def awaited_step(self) -> int | None:
+        """The number of the step that was dealt and is not made yet."""
+        return None if self._dealt is None else self._dealt.running.number
+
     def _awaited(self) -> Dealt:
         assert self._dealt is not None
         return self._dealt
@@ -394,6 +322,8 @@ class Context(Between):
     def _next(self) -> Any:
         """Lets the job go on until it wants something of this loop. Raises Released."""
         check_outside(self._inside)
+        if not self.has_begun:
+            self._begin()
         with self._interrupts, plainly():
             item = self.worker.next_item()
         self._inside = False  # who was left behind in a step's function does not say so

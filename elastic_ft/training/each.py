@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ class MicroTurns:
         self._micros, self._left = iter(batch), len(batch)
         self._seen, self._made = seen, None
         self._is_first, self._is_told = True, True
+        self._is_telling, self._thread = False, threading.get_ident()
         self.was_left = False  # the body, by NextMicroBatch
 
     def run(self, body: Callable[[Any], None]) -> None:
@@ -58,13 +60,19 @@ class MicroTurns:
         """Whether they are of earlier micro-batches: ``zero_grad`` at a body's top leaves them."""
         return not self._is_first and not self._is_told
 
+    @property
+    def takes_losses(self) -> bool:
+        """Whether ``loss.backward()`` here and now tells a micro-batch's loss."""
+        return not self._is_telling and threading.get_ident() == self._thread
+
     def before_backward(self) -> None:
         """Raises ConfigError."""
+        self._is_telling = True
         if self._is_told:
             raise ConfigError(
-                "ctx.backward: came twice for a micro-batch: add the losses up; set a number of "
-                "accumulations of the script's own to 1; take @ctx.step where each optimizer has "
-                "a loss"
+                "ctx.backward, or loss.backward(), came twice for a micro-batch: add the losses "
+                "up; set a number of accumulations of the script's own to 1; take @ctx.step where "
+                "each optimizer has a loss"
             )
         if not self._is_first and self._seen() != self._made:
             raise ConfigError(
@@ -75,6 +83,7 @@ class MicroTurns:
     def after_backward(self) -> None:
         """Raises NextMicroBatch, but for the last one."""
         self._is_told, self._is_first, self.was_left = True, False, False
+        self._is_telling = False
         self._left -= 1
         if self._left:
             self._made = self._seen()

@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from elastic_ft.torch_private import no_collectives
+from elastic_ft.training.carried import carried_here
+from elastic_ft.training.variables import Variable, running_frames
 from elastic_ft.worker.steering import Steering
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,12 @@ WHY = (
     "{name} ({kind}) changes from step to step, and is not registered: a worker that comes in, and "
     "the job when it is started again, has another one: ctx.register({short}={name})"
 )
+CARRIED = (
+    "{name} ({value}) is carried from step to step, and is not registered: a worker that comes in, "
+    "and the job when it is started again, begins it anew: {instead}"
+)
+REGISTER = 'ctx.prepare("{name}"), if all ranks have the same; or count by batch.number, the epoch'
+OF_OBJECT = "keep it in an object of its own, for ctx.register, if all ranks have the same"
 
 
 class Forgotten:
@@ -35,6 +43,8 @@ class Forgotten:
         self._functions: dict[Any, Callable[..., Any]] = {}  # by their code
         self._seen: dict[int, tuple[Any, list[Any]]] = {}  # held, so that no other has its id
         self._told: set[int] = set()
+        self._values: dict[str, Any] = {}  # of plain variables, as they were seen first
+        self._told_names: set[str] = set()
         self._is_blind = False
 
     def begin(self, function: Callable[..., Any], known: Iterable[Any]) -> None:
@@ -45,6 +55,8 @@ class Forgotten:
         """After ``step``: what has changed is told, with few steps."""
         if not step & (step - 1):
             own.told += self._if_it_can(lambda: self.changed(own.kept)) or []
+            frames, names = running_frames(), own.engine.own.names
+            own.told += self._if_it_can(lambda: self.carried(frames, own.kept, names)) or []
 
     def _if_it_can(self, look: Callable[[], T]) -> T | None:
         """Objects of the script's may raise anything; then nobody looks any more."""
@@ -85,6 +97,22 @@ class Forgotten:
                 self._told.add(id(thing))
                 short, kind = name.rpartition(".")[2], type(thing).__name__
                 found.append(WHY.format(name=name, kind=kind, short=short))
+        return found
+
+    def carried(
+        self, frames: Iterable[types.FrameType], known: Iterable[Any], names: Iterable[str]
+    ) -> list[str]:
+        """A sentence on each plain variable that the loop carries on, and has changed; once on
+        each. ``names``: of those that are registered."""
+        functions = [(code, dict(_names_of(f))) for code, f in self._functions.items()]
+        kept, found = reachable(known), list[str]()
+        for name, value, owner in carried_here(frames, functions):
+            if name in names or (owner is not None and id(owner) in kept):
+                continue
+            if self._values.setdefault(name, value) != value and name not in self._told_names:
+                self._told_names.add(name)
+                instead = REGISTER.format(name=name) if owner is None else OF_OBJECT
+                found.append(CARRIED.format(name=name, value=value, instead=instead))
         return found
 
     def _candidates(self) -> Iterator[tuple[str, Any]]:
@@ -133,7 +161,7 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _is_stateful(thing: Any) -> bool:
-    if isinstance(thing, (type, types.ModuleType)):
+    if isinstance(thing, (type, types.ModuleType, DataLoader)):  # where a loader is, the job knows
         return False
     kind = type(thing)
     return callable(getattr(kind, "state_dict", None)) and callable(
@@ -147,11 +175,11 @@ def _vars(thing: Any) -> dict[str, Any]:
 
 def _kept(known: Iterable[Any]) -> tuple[dict[int, Any], set[int]]:
     """What is kept, by id; and the addresses of its tensors."""
-    kept = _reachable(known)
+    kept = reachable(known)
     return kept, {t.data_ptr() for thing in kept.values() for t in _tensors_of(thing)}
 
 
-def _reachable(known: Iterable[Any]) -> dict[int, Any]:
+def reachable(known: Iterable[Any]) -> dict[int, Any]:
     """What is kept, and what that has: the schedulers of one that is made of several, say."""
     found: dict[int, Any] = {}
     edge = list(known)
@@ -169,7 +197,7 @@ def _parts_of(thing: Any) -> list[Any]:
         return list(thing.values())[:LEAVES_MAX]
     if isinstance(thing, (list, tuple)):
         return list(thing[:LEAVES_MAX])
-    if isinstance(thing, (str, int, float, torch.Tensor, type, types.ModuleType)):
+    if isinstance(thing, (str, int, float, torch.Tensor, type, types.ModuleType, Variable)):
         return []
     return list(_vars(thing).values())
 
@@ -184,14 +212,11 @@ def _tensors_of(thing: Any) -> Iterator[torch.Tensor]:
 
 def _print_of(thing: Any, owned: set[int]) -> list[Any]:
     """Equal to what it was as long as nothing that it keeps has changed, as far as can be seen at
-    little cost. ``owned``: the addresses of tensors that others keep. Who joins looks when the
-    others do not: they would take part in no collective."""
-    try:
-        found = list[Any]()
-        with no_collectives():
-            _add_print(thing.state_dict(), owned, found, 0)
-    except Exception:  # the user's: it may raise anything, and is only looked at
-        return []
+    little cost. ``owned``: the addresses of tensors that others keep. It is looked at, and nothing
+    is asked of it: a loader's ``state_dict`` may start processes, another's be a collective."""
+    found = list[Any]()
+    is_optimizer = isinstance(thing, torch.optim.Optimizer)
+    _add_print(list(thing.state.values()) if is_optimizer else thing, owned, found, 0)
     return found
 
 
@@ -203,6 +228,10 @@ def _add_print(value: Any, owned: set[int], found: list[Any], depth: int) -> Non
         if local.device.type != "meta" and local.data_ptr() not in owned:
             some = local.reshape(-1)[:SAMPLED]
             found.append((tuple(local.shape), float(some.abs().sum(dtype=torch.float64))))
+    elif isinstance(value, nn.Module):
+        _add_print(list(_tensors_of(value)), owned, found, depth + 1)
+    elif _is_stateful(value) and not isinstance(value, torch.optim.Optimizer):
+        _add_print(_vars(value), owned, found, depth + 1)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if key != "param_groups":  # of an optimizer's wrapper: they are the optimizer's

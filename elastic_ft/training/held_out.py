@@ -11,12 +11,49 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elastic_ft.data.dataset import Dataset
+from elastic_ft.engines.modules import to_device
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.loader import collated, is_stream
+
+TRAINED_ON = (
+    "ctx.prepare: a loader beside the one that is trained on was gone over while steps are made: "
+    "it gives each rank the same: make one loader of both, of a dataset whose samples have a part "
+    "of each; held-out data is gone through between two steps"
+)
+
+
+class HeldOut:
+    """A DataLoader that is not trained on: each rank goes through all of it, between two steps.
+
+    Args:
+        loader: all that is asked of this, but its batches, is asked of that.
+    """
+
+    def __init__(self, context: Any, loader: DataLoader[Any]) -> None:
+        self._context, self.loader = context, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        """Its batches, on the context's device. Raises ConfigError."""
+        began, batches = self._context.awaited_step, iter(self.loader)
+        return self._moved(batches, began)
+
+    def _moved(self, batches: Iterator[Any], began: int | None) -> Iterator[Any]:
+        for batch in batches:
+            if self._context.awaited_step != began:
+                raise ConfigError(TRAINED_ON)
+            yield to_device(batch, self._context.device)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
 
 def samples_of(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Dataset:
     """Of a DataLoader its dataset and ``collate_fn``. Raises ConfigError."""
+    if isinstance(dataset, HeldOut):
+        dataset = dataset.loader
     if isinstance(dataset, DataLoader):
         dataset, collate_fn = dataset.dataset, collate_fn or dataset.collate_fn
     if is_stream(dataset) or not hasattr(dataset, "__getitem__"):

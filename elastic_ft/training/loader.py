@@ -22,7 +22,7 @@ from elastic_ft.data.reading_processes import ReadingProcesses
 from elastic_ft.data.stream import SampleStream
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
-from elastic_ft.training.lengths import warn_of_length
+from elastic_ft.training.found import warn_of_length
 
 
 class Drawn:
@@ -120,7 +120,7 @@ def check_options(loader: DataLoader[Any], batch: BatchConfig) -> None:
         warnings.warn(
             f"DataLoader.{', '.join(idle)}: without effect: samples are read a step ahead, in a "
             "thread or in processes",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -45,6 +45,12 @@ RATES = (
     "make them of the step's place (batch.number, enumerated=True, the epoch), or give the count "
     "to ctx.register"
 )
+GATHERED, ALIKE = 3, 1e-3  # numbers of ``take_gathered``; by which its ranks may differ
+GATHERED_DIFFERS = (
+    "what the script gathers over ranks differs between them: gather, reduce and the like return "
+    "this rank's, as a held-out set is gone through whole by each; of what micro-batches add up to "
+    "take a named metric of ctx.backward, or ctx.latest.loss"
+)
 Handed = MakeHere | Dealt | Done | Ended | Step
 
 
@@ -59,6 +65,7 @@ class ByUser:
         self._rate = 0.0
         self._metrics: dict[str, float] = {}  # named, of the step
         self._alike = False  # ranks are known to name the same
+        self._has_told_gathered = False
         self._has_trained = True  # this process has made the steps before
         self._others_have = False  # some have
         # A rank whose code has gone on from the state that others had this generation.
@@ -178,8 +185,11 @@ class ByUser:
         compared = [*map(float, sums), *(float(x) * x for x in sums)]
         made = self._compared()
         shown = same_losses.told(made) if attempt.is_compared else []
-        agreed = attempt.agree(loss, terms, squares, [*shown, *compared, *named.sums()])
-        seen, more = agreed.more[: len(shown)], agreed.more[len(shown) :]
+        gathered, before = self._own.take_gathered(), len(shown) + GATHERED
+        sent = [*shown, *gathered, *compared, *named.sums()]
+        agreed = attempt.agree(loss, terms, squares, sent)
+        seen, more = agreed.more[: len(shown)], agreed.more[before:]
+        self._note_gathered(loop, agreed.more[len(shown) : before])
         summed, squared = more[:count], more[count : 2 * count]
         self._metrics = named.means(more[2 * count :])
         self._check_alike(loop, sums, list(summed), list(squared))
@@ -187,6 +197,15 @@ class ByUser:
             self._check_first(loop, made, seen)
         self._rate = self._engine.optimizers[0].param_groups[0]["lr"]
         return agreed.tokens, agreed.squares
+
+    def _note_gathered(self, loop: Loop, seen: Sequence[float]) -> None:
+        """Of ``Steering.take_gathered``, all ranks' sums."""
+        count, summed, squares = seen
+        spread = count * squares - summed * summed  # of the values, times their count squared
+        if spread > (ALIKE * summed) ** 2 and not self._has_told_gathered:
+            self._has_told_gathered = True
+            if loop.party.rank == 0:
+                loop.note("ranks_differ", GATHERED_DIFFERS, {"step": loop.step})
 
     def _check_alike(
         self, loop: Loop, sums: Sequence[float], summed: list[float], squared: list[float]

@@ -60,6 +60,7 @@ class Steering:
         checkpoint: one of the next step is wanted.
         logged: values for the line of the step just made.
         told: sentences for the journal.
+        gathered: a sum of what the script takes for the same on all ranks, since the step before.
         result: of the last ``body``.
         made: the last step that its script has made, in this process.
         passed: the last step of loops over epochs that its script has left.
@@ -76,6 +77,7 @@ class Steering:
     checkpoint: bool = False
     logged: dict[str, Any] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
+    gathered: float | None = None
     result: Any = None
     made: int = 0
     passed: int = 0
@@ -89,6 +91,11 @@ class Steering:
     def take_errand(self) -> Callable[[Any], Any] | None:
         errand, self.errand = self.errand, None
         return errand
+
+    def take_gathered(self) -> tuple[float, float, float]:
+        """Whether there is any; it; its square."""
+        found, self.gathered = self.gathered, None
+        return (0.0, 0.0, 0.0) if found is None else (1.0, found, found * found)
 
     def take_logged(self) -> dict[str, Any]:
         logged, self.logged = self.logged, {}

@@ -42,9 +42,14 @@ def main(epochs=4):
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40)
-    loader = DataLoader(Sequences(320, 0), batch_size=4, shuffle=True)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    for _ in accelerator.epochs(epochs):
+    with accelerator.main_process_first():
+        sequences, held_out = Sequences(320, 0), Sequences(64, 1)
+    loader = DataLoader(sequences, batch_size=4, shuffle=True)
+    eval_loader = DataLoader(held_out, batch_size=16)
+    model, optimizer, loader, eval_loader, scheduler = accelerator.prepare(
+        model, optimizer, loader, eval_loader, scheduler
+    )
+    for epoch in accelerator.epochs(epochs):
         model.train()
 
         @accelerator.each(loader)
@@ -55,6 +60,19 @@ def main(epochs=4):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+
+        model.eval()
+        losses = []
+        for batch in eval_loader:
+            with torch.no_grad():
+                loss, _ = model(**batch)
+            losses.append(accelerator.gather_for_metrics(loss.repeat(16)))
+        loss = torch.cat(losses).mean()
+        accelerator.print(f"epoch {epoch}: held-out loss {loss:.4f}")
+        accelerator.log({"eval_loss": loss.item()}, step=epoch)
+    accelerator.wait_for_everyone()
+    accelerator.save(accelerator.unwrap_model(model).state_dict(), "text.pt")
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Trainer:
     def run_batch(self, source, targets):
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(source), targets)
-        ctx.backward(loss)
+        loss.backward()
         self.optimizer.step()
 
     def run_epoch(self, epoch):

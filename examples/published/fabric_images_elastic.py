@@ -36,13 +36,17 @@ class Net(nn.Module):
 
 def main(epochs=4):
     fabric = elastic_ft.init(batch={"global_batch_size": 32, "micro_batch_size": 4})
+    fabric.launch()
     torch.manual_seed(1)
-    loader = DataLoader(Images(320, 0), batch_size=4, shuffle=True)
-    test_loader = DataLoader(Images(64, 1), batch_size=4)
+    with fabric.rank_zero_first():
+        images, test_images = Images(320, 0), Images(64, 1)
+    loader = DataLoader(images, batch_size=4)
+    test_loader = DataLoader(test_images, batch_size=4)
+    loader, test_loader = fabric.setup_dataloaders(loader, test_loader)
     model = Net()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    model, optimizer = fabric.setup(model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-    model, optimizer, scheduler, loader = fabric.prepare(model, optimizer, scheduler, loader)
 
     for epoch in fabric.epochs(1, epochs + 1):
         model.train()
@@ -58,11 +62,14 @@ def main(epochs=4):
 
         scheduler.step()
         model.eval()
-        losses = []
+        test_loss = 0.0
         with torch.no_grad():
             for data, target in test_loader:
-                losses.append(F.nll_loss(model(data), target))
-        print(f"epoch {epoch}: held-out loss {torch.stack(losses).mean():.4f}")
+                test_loss += F.nll_loss(model(data), target, reduction="sum").item()
+        test_loss = fabric.all_gather(test_loss).sum() / len(test_loader.dataset)
+        print(f"epoch {epoch}: held-out loss {test_loss:.4f}")
+        fabric.log("test_loss", test_loss, step=epoch)
+    fabric.save("images.pt", model.state_dict())
 
 
 main()

@@ -55,7 +55,7 @@ def train_step(iteration):
         window = get_batch()
         _, loss = model(window[:, :-1], window[:, 1:])
         loss = loss / accumulation_steps
-        ctx.backward(loss)
+        loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -37,7 +37,14 @@ def diff_of(name: str) -> list[str]:
     return ["@@" if line.startswith("@@") else line.rstrip() for line in lines]
 
 
-NAMES = ("ddp_tutorial", "fabric_images", "accelerate_text", "run_clm", "nanogpt")
+NAMES = (
+    "ddp_tutorial",
+    "fabric_images",
+    "accelerate_text",
+    "early_stopping",
+    "run_clm",
+    "nanogpt",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,6 +77,7 @@ CLM += ("--save_steps=10",)  # whoever joins finds the export of one, and does n
         ("fabric_images", ()),
         pytest.param("ddp_tutorial", ("4",), marks=pytest.mark.soak),
         pytest.param("accelerate_text", (), marks=pytest.mark.soak),
+        pytest.param("early_stopping", (), marks=pytest.mark.soak),
         pytest.param("run_clm", CLM, marks=pytest.mark.soak),
         pytest.param("nanogpt", ("--accumulation_steps=1",), marks=pytest.mark.soak),
         pytest.param("own_fit", ("--epochs", "4"), marks=pytest.mark.soak),
@@ -100,7 +108,7 @@ def test_a_changed_script_comes_to_the_same_without_a_worker(
         [line["loss"] for line in reader.steps()]
         for reader in (found, RunReader(next((alone / "runs").iterdir())))
     )
-    assert len(seen) == 40
+    assert len(seen) == len(wanted) == (130 if name == "early_stopping" else 40)
     assert seen == pytest.approx(wanted, rel=1e-5)
     said = (run / "processes.log").read_text()
     assert held_out(said) == pytest.approx(held_out(by_itself.stdout.decode()), rel=1e-3)

@@ -30,11 +30,14 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def train(self):
+        finished = 0
+        self.ctx.prepare("finished")
         for epoch in self.ctx.epochs(EPOCHS):
             steps = [self.run_batch(batch).number for batch in self.loader]
             self.scheduler.step()
+            finished += 1  # noqa: SIM113
             rate = self.scheduler.get_last_lr()[0]
-            self.tell(epoch=epoch, steps=steps, rate=rate)
+            self.tell(epoch=epoch, steps=steps, rate=rate, finished=finished)
         self.tell(after=True)
 
     def tell(self, **values):
@@ -46,9 +49,10 @@ ctx = elastic_ft.init(seed=3)
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 x = torch.randn(70, 8)
 samples = tiny.Gated(TensorDataset(x, x.sum(1, keepdim=True)), OUT / "gate")
 loader = DataLoader(samples, batch_size=2)
-model, loader, optimizer, scheduler = ctx.prepare(model, loader, optimizer, scheduler)
+loader = ctx.setup_dataloaders(loader)
+model, optimizer = ctx.setup(model, optimizer)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # is found
 Trainer(ctx, model, loader, optimizer, scheduler).train()

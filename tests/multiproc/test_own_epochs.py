@@ -32,6 +32,7 @@ def test_epochs_go_on_where_the_job_is(tmp_path: Path) -> None:
                 whole = epochs[line["epoch"]]
                 assert line["steps"] == whole[-len(line["steps"]) :], "the rest of it, at least"
                 assert line["rate"] == 0.1 * 0.5 ** (line["epoch"] + 1)
+                assert line["finished"] == line["epoch"] + 1, "a variable that was prepared by name"
     assert ended == 3, found.story()
 
 

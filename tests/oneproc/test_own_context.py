@@ -317,11 +317,11 @@ def test_a_body_that_sets_a_name_of_the_lines_outside_is_told() -> None:
 
 def test_what_another_library_has_is_told_by_name() -> None:
     ctx, _ = context()
-    with pytest.raises(UsageError, match=r"ctx\.gather: .* each rank goes through whole; else"):
-        ctx.gather(None)
+    with pytest.raises(UsageError, match=r"ctx\.save_state: .* the job keeps its own checkpoints"):
+        ctx.save_state(None)
     with pytest.raises(UsageError, match=r"ctx\.nonsense: is not there: docs/bring-your-own"):
         _ = ctx.nonsense
-    assert not hasattr(ctx, "nonsense") and not hasattr(ctx, "gather")
+    assert not hasattr(ctx, "nonsense") and not hasattr(ctx, "save_state")
     assert not [name for name in INSTEAD if hasattr(Context, name)]
 
 

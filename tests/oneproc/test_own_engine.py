@@ -330,8 +330,11 @@ def test_one_loader_is_trained_on_or_none() -> None:
     things = model, torch.optim.SGD(model.parameters())
     loaders = [DataLoader([0]) for _ in range(2)]
     assert sort_out(things).loader is None and sort_out((*things, loaders[0])).loader is loaders[0]
-    with pytest.raises(ConfigError, match="expected one DataLoader, found 2: of several that are"):
-        sort_out((*things, *loaders))
+    assert sort_out((*things, *loaders)).loader is loaders[0]
+    shuffled = [DataLoader([0], shuffle=True) for _ in range(2)]
+    assert sort_out((*things, loaders[0], shuffled[0])).loader is shuffled[0]
+    with pytest.raises(ConfigError, match=r"trained on, found 2: of several make one"):
+        sort_out((*things, *shuffled))
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
@@ -370,3 +373,21 @@ def test_a_scaler_of_a_step_begun_in_vain_is_as_before_it(fused: bool, unscaled:
     with own.generation():
         step(lambda loss, terms, squares, sums: (terms, squares))
         assert torch.allclose(model.output.weight, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_drawn_behind_the_micro_batches_is_the_same_on_all_ranks() -> None:
+    """By an optimizer that adds noise, say: each rank drew on behind its own last micro-batch, and
+    their weights were others from then on."""
+    own, drawn = Own("ddp"), list[float]()
+    with own.generation():
+        for dealt in ([0, 1], [2]):
+            running = own.running(1, [torch.arange(6) + n for n in dealt])
+            for micro_batch, number in zip(running.micro_batches, dealt, strict=True):
+                object.__setattr__(micro_batch, "number", number)
+            for micro_batch in own.engine.micro_batches(running):
+                own.backward(micro_batch)
+            drawn.append(float(torch.rand(())))
+            own.optimizer.step()
+            own.engine.end_attempt()
+            drawn.append(float(torch.rand(())))
+    assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]
