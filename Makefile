@@ -38,6 +38,9 @@ demo: $(STAMP)
 service-demo: $(STAMP)
 	$(BIN)/python benchmarks/service_demo.py
 
+# Hundreds of processes import what is here: each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two tiers at a time, the longest first. Jobs of several processes mostly wait: what computes alone
 # takes what they leave. A tier that fails ends no other.
 test: lint

@@ -195,12 +195,25 @@ def numbers_along(
 def held_out_loss(port: int, generation: int, rank: int, world: int, job: Job) -> float:
     """For ``pool.Pool``. Of four samples in two batches, which every data rank has."""
     with attached(port, generation, rank, world, job) as (engine, data, _):
-        samples = [data.train[index] for index in range(4)]
-        batches = [MicroBatch(n, data.train.collate(samples[n : n + 2])) for n in (0, 2)]
-        loss, tokens, _ = engine.evaluate(batches)
-        sums = torch.tensor([loss, float(tokens)], dtype=torch.float64)
-        dist.all_reduce(sums)
-        return float(sums[0] / sums[1])
+        return _evaluated(engine, data)
+
+
+def trained_and_held_out(
+    port: int, generation: int, rank: int, world: int, job: Job, steps: int
+) -> tuple[list[dict[str, float]], float]:
+    """As ``train_from_the_start``, and then as ``held_out_loss``."""
+    with attached(port, generation, rank, world, job) as (engine, data, groups):
+        found = pool.train(job, engine, data, groups, range(1, steps + 1))
+        return found, _evaluated(engine, data)
+
+
+def _evaluated(engine: Any, data: Any) -> float:
+    samples = [data.train[index] for index in range(4)]
+    batches = [MicroBatch(n, data.train.collate(samples[n : n + 2])) for n in (0, 2)]
+    loss, tokens, _ = engine.evaluate(batches)
+    sums = torch.tensor([loss, float(tokens)], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
 
 
 class Traffic(TorchDispatchMode):

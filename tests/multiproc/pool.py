@@ -37,6 +37,8 @@ from elastic_ft.worker.prepare import engine_class
 OPERATION_S = 60.0
 CALL_S = 240.0
 CPU = torch.device("cpu")
+# Once for all ranks of all pools: transformers' part takes longer than what most of them do.
+PRELOADED = ["elastic_ft.worker.preload", "transformers.models.llama.modeling_llama"]
 KEPT: set[int] = set()  # processes of pools that are open: several tests may use one
 _LINKS: dict[int, StoreLinks] = {}
 
@@ -63,7 +65,7 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.generation = 0
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["elastic_ft.worker.preload"])
+        context.set_forkserver_preload(PRELOADED)
         self._ranks: list[tuple[Any, Connection]] = []
         with as_workers_begin():
             for rank in range(size):

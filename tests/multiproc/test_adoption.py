@@ -240,7 +240,7 @@ def kill_worker_0(realm: Realm) -> None:
 def test_a_controller_and_a_worker_at_the_same_moment(
     tmp_path: Path, realms: Callable[..., Realm], strategy: str
 ) -> None:
-    realm = realms(job_of(strategy, workers=3, steps=120), str(tmp_path / "run"))
+    realm = realms(job_of(strategy, workers=3, steps=40), str(tmp_path / "run"))
 
     def both(controller: Controller, _: Any) -> bool:
         if controller.state.committed < 6:
@@ -250,7 +250,7 @@ def test_a_controller_and_a_worker_at_the_same_moment(
 
     run = finished(realm, realm.run(both))
     run.check()
-    assert [line["step"] for line in run.steps] == list(range(1, 121)), run.story()
+    assert [line["step"] for line in run.steps] == list(range(1, 41)), run.story()
     assert [r["cause"] for r in run.recoveries][:1] == ["worker_lost"], run.story()
     assert run.recoveries[0]["steps_lost"] == 0 and run.recoveries[0]["survivors_kept_pid"]
     assert not replay.check_replay(run.path).difference
@@ -260,11 +260,11 @@ def test_a_controller_and_a_worker_at_the_same_moment(
 def test_a_controller_is_killed_while_a_generation_ends_or_forms(
     tmp_path: Path, realms: Callable[..., Realm], phase: str
 ) -> None:
-    realm = realms(job_of("fsdp", workers=3, steps=60), str(tmp_path / "run"))
+    realm = realms(job_of("fsdp", workers=3, steps=30), str(tmp_path / "run"))
     faults = (PointFault("backward", rank=1, step=5),)
     run = finished(realm, realm.run(in_phase(phase), faults=faults))
     run.check()
-    assert [line["step"] for line in run.steps] == list(range(1, 61)), run.story()
+    assert [line["step"] for line in run.steps] == list(range(1, 31)), run.story()
     assert run.recoveries[0]["steps_lost"] == 0, run.story()
     assert run.result["faults_fired"] == [0], "the next controller knows of it"
     assert not replay.check_replay(run.path).difference

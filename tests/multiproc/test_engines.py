@@ -28,6 +28,7 @@ from tests.multiproc.layouts import (
     held_out_loss,
     numbers_along,
     train_from_the_start,
+    trained_and_held_out,
 )
 from tests.multiproc.pool import Pool
 
@@ -295,14 +296,15 @@ def test_stages_take_a_tokenizers_batches(train: Train) -> None:
     ],
 )
 def test_batches_of_any_length(
-    pool: Pool, train: Train, model: str, strategy: str, world: int, parallel: dict[str, Any]
+    pool: Pool, model: str, strategy: str, world: int, parallel: dict[str, Any]
 ) -> None:
     """Tensor-parallel ranks share positions between layers, whose number they need not divide."""
     data = {"path": "tests.multiproc.tiny:of_any_length", "kwargs": {}}
     one, many = job_of(model, data=data), job_of(model, strategy, parallel=parallel, data=data)
-    assert_close(train(many, world), train(one, 1), EXACT)
-    (alone,) = pool(held_out_loss, one, world=1)
-    assert pool(held_out_loss, many, world=world) == pytest.approx([alone] * world, rel=EXACT)
+    ((alone, held_out),) = pool(trained_and_held_out, one, STEPS, world=1)
+    for steps, loss in pool(trained_and_held_out, many, STEPS, world=world):
+        assert_close(steps, alone, EXACT)
+        assert loss == pytest.approx(held_out, rel=EXACT)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from elastic_ft.core.sharding import Box
 from elastic_ft.faults import PointFault
 from elastic_ft.storage.inspect import find_one
 from elastic_ft.storage.shards import Want
-from tests.multiproc.harness import Gate, Run, make_job, run_job
+from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
 
-STEPS = 20
+STEPS = 12
 COUNTED = {"path": "tests.multiproc.tiny:counted"}
 SIZES = {
     "n_layers": 2,
@@ -79,8 +79,8 @@ def test_a_killed_worker_and_its_joiner_change_nothing(
     the positions of each sample, then none, then two.
     """
     gate = Gate(tmp_path / "gate")
-    job = mixture(strategy, 4, gate.path, parallel=parallel, elastic={"multiple_of": 1})
-    faults = [PointFault("backward", rank=1, step=10)]
+    job = mixture(strategy, 4, gate.path, parallel=parallel, elastic=PATIENT | {"multiple_of": 1})
+    faults = [PointFault("backward", rank=1, step=5)]
     run = run_job(job, tmp_path / "run", faults=faults, watch=gate).check()
     assert run.worlds() == [4, 3, 4], run.story()
     assert [line["layout"] for line in run.all("generation_formed")] == layouts

@@ -18,7 +18,7 @@ from tests.multiproc.harness import PATIENT, ROOT, Gate, Run, run_job
 pytest.importorskip("accelerate", reason="pip install 'elastic-ft[huggingface]'")
 
 STEPS, CLOSE = 12, 1e-5  # relative
-SCRIPT = "tests/multiproc/hf_train.py"
+SCRIPT, BEST = "tests/multiproc/hf_train.py", "tests/multiproc/hf_best.py"
 TOLD = "told"
 OWN = ("first", "rare", "num_tokens")  # what the trainer keeps of micro-batches, as TRL's do
 
@@ -143,15 +143,22 @@ def test_a_worker_killed_between_two_steps_costs_nothing(
     assert len(survivors(tmp_path)) == 2, found.story()
 
 
+@pytest.fixture(scope="module")
+def stock_best(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (line,) = told_by_stock(tmp_path_factory.mktemp("stock-best"), BEST)
+    return line
+
+
 @pytest.mark.parametrize("kind", ["elastic", "apart"])
-def test_the_best_model_is_there_in_the_end(tmp_path: Path, kind: str) -> None:
+def test_the_best_model_is_there_in_the_end(
+    tmp_path: Path, stock_best: dict[str, Any], kind: str
+) -> None:
     """On each rank, whoever wrote it, and whoever can see it, after an early stop that all come to
     together."""
-    script, out = "tests/multiproc/hf_best.py", tmp_path / kind
-    (stock,) = told_by_stock(tmp_path, script)
+    stock, out = stock_best, tmp_path / kind
     assert stock["best"] != f"checkpoint-{stock['last']}", stock
     job = make_job(out)
-    loop = {"script": str(ROOT / script), "arguments": (str(out / TOLD), kind)}
+    loop = {"script": str(ROOT / BEST), "arguments": (str(out / TOLD), kind)}
     job = job.model_copy(update={"loop": job.loop.model_copy(update=loop)})  # type: ignore[union-attr]
     faults = [PointFault("backward", rank=0, step=3)] * (kind == "elastic")
     found = run_job(job, out / "run", faults=faults, watch=Gate(out / TOLD / "gate"))

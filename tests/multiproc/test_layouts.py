@@ -29,7 +29,7 @@ from tests.multiproc.pool import Pool
 
 GOLDEN = Path(__file__).parent / "golden" / "layouts.json"
 TOLERANCE = 1e-5  # relative
-TRAINED = 5  # of the golden steps; test_moves goes on with most of these layouts to step 80
+TRAINED = 3  # of the golden steps; test_moves goes on with most of these layouts to step 80
 pytestmark = pytest.mark.timeout(600)  # the first test's includes all the training
 
 Found = tuple[str, list[dict[str, float]], tuple[SecondsByKind, SecondsByKind]]

@@ -7,6 +7,7 @@ Each of them is in a process of its own, forked once everything is imported.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -29,10 +30,10 @@ from transformers import (
 
 from elastic_ft.transformers import ElasticMixin, Trainer
 
-STEPS = 30
+STEPS = 18
 CASES: dict[str, dict[str, Any]] = {
-    "epochs": {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch"},
-    "smoothed": {"label_smoothing_factor": 0.1, "logging_steps": 7, "logging_first_step": True},
+    "epochs": {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch"},
+    "smoothed": {"label_smoothing_factor": 0.1, "logging_steps": 4, "logging_first_step": True},
     "bf16": {"bf16": True, "gradient_checkpointing": True},
     "sequential": {
         "train_sampling_strategy": "sequential",
@@ -42,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "evaluated": {
         "eval_strategy": "steps",
-        "eval_steps": 10,
+        "eval_steps": 6,
         "eval_on_start": True,
         "per_device_eval_batch_size": 3,
         "weight_decay": 0.1,
@@ -56,8 +57,8 @@ CASES: dict[str, dict[str, Any]] = {
         "include_num_input_tokens_seen": "all",
     },
     "noisy": {"neftune_noise_alpha": 5.0, "adam_beta2": 0.95, "data_seed": 7},
-    "sft_lora": {"eval_strategy": "steps", "eval_steps": 15},
-    "saved": {"save_strategy": "steps", "save_steps": 10, "save_total_limit": 2},
+    "sft_lora": {"eval_strategy": "steps", "eval_steps": 9},
+    "saved": {"save_strategy": "steps", "save_steps": 6, "save_total_limit": 2},
 }
 COMMON: dict[str, Any] = {
     "max_steps": STEPS,
@@ -175,6 +176,7 @@ def in_child(kind: type[transformers.Trainer], folder: Path, case: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # or each collection in a child looks at all that is imported
     for wanted in sys.argv[2:]:
         for trainer_class in (transformers.Trainer, Trainer):
             in_child(trainer_class, Path(sys.argv[1]).resolve(), wanted)

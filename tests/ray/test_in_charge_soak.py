@@ -33,10 +33,11 @@ AWAY_S = 6.0  # of the GCS, and how long a controller is stopped that goes on
 JOINED_S = 300.0
 PATIENCE = 4.0
 FOUR = {"elastic": {"min_workers": 2, "max_workers": 4, "gather_s": 60, "workers_per_node": 2}}
+MEASURED = TWO | {"model": {"preset": "decoder-1m"}}  # as all figures that are kept
 JOBS: dict[str, dict[str, Any]] = {
-    "ddp": TWO | {"parallel": {"strategy": "ddp"}},
-    "fsdp": TWO,
-    "fsdp-tp": TWO | FOUR | {"parallel": {"strategy": "fsdp", "tp": 2}},
+    "ddp": MEASURED | {"parallel": {"strategy": "ddp"}},
+    "fsdp": MEASURED,
+    "fsdp-tp": MEASURED | FOUR | {"parallel": {"strategy": "fsdp", "tp": 2}},
 }
 
 

@@ -22,6 +22,8 @@ NODES = 4
 START_S = 180.0  # cold workers on two shared cores
 SOON_S = 120.0
 PAUSE_S = 0.1  # for each micro-batch, of which a worker has one to four in a step
+# Workers train on while others start: the smaller their steps, the more is left for those.
+SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64}
 Line = dict[str, Any]
 
 
@@ -31,7 +33,7 @@ def job(name: str, **sections: Any) -> dict[str, Any]:
     return {
         "name": name,
         "steps": 100_000,
-        "model": {"preset": "decoder-1m"},
+        "model": {"preset": "decoder-1m", "kwargs": SMALL},
         "data": {"path": "chaos.jobs:Paced", "kwargs": {"pause_s": PAUSE_S}},
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "snapshot": {"every_steps": 1},

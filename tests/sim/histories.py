@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,22 @@ STRATEGIES: tuple[layout.Strategy, ...] = ("ddp", "fsdp", "hsdp")
 TAIL = 40  # lines of a failing history that are printed
 
 
-def failures(scenarios: Iterable[SimScenario], **options: Any) -> list[SimScenario]:
-    found = []
+def failing(scenarios: Iterable[SimScenario], **options: Any) -> Iterator[SimScenario]:
+    """One after the other, as they are asked for."""
     for scenario in scenarios:
         try:
             simulate(scenario, **options)
         except (SimViolation, LookupError):  # a broken core may trip over itself first
-            found.append(scenario)
-    return found
+            yield scenario
+
+
+def failures(scenarios: Iterable[SimScenario], **options: Any) -> list[SimScenario]:
+    return list(failing(scenarios, **options))
+
+
+def is_seen(scenarios: Iterable[SimScenario], **options: Any) -> bool:
+    """Whether what is wrong fails any of them: those after it are not simulated."""
+    return any(True for _ in failing(scenarios, **options))
 
 
 def history_of(scenario: SimScenario) -> str:

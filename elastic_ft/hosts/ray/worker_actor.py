@@ -34,6 +34,7 @@ from elastic_ft.hosts.ray.names import actor_named, run_of
 from elastic_ft.hosts.ray.submission import ByValue
 from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.devices import one_gpu
+from elastic_ft.worker.forked import uncollected
 
 log = logging.getLogger(__name__)
 END = "end"  # the concurrency group of the sentinel
@@ -334,7 +335,8 @@ def _make_room(values: Mapping[str, str]) -> None:
 
 
 def _import_worker() -> None:
-    from elastic_ft.worker import worker  # noqa: F401
+    with uncollected():
+        from elastic_ft.worker import worker  # noqa: F401
 
 
 def _own_gpu(worker: WorkerId) -> dict[str, str]:
