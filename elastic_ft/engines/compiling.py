@@ -77,6 +77,27 @@ class LayerForm:
     sharded: bool
 
 
+def compiled_layers(
+    module: nn.Module, layers: Sequence[nn.Module], job: Job, shared: bool
+) -> Sequence[nn.Module]:
+    """Compiles ``layers`` of ``module``, and recomputes their activations, as the job asks. Returns
+    what is in their place.
+
+    Recomputation is in the graph; of layers that ranks share (``shared``) around it, if all of one
+    is recomputed: torch 2.13 would keep a mesh for backward, where it takes tensors alone.
+    """
+    parallel = job.parallel
+    again = parallel.activation_checkpointing
+    around = parallel.compile and shared and again is True
+    if around:
+        compile_blocks(layers)
+    if again:
+        layers = checkpoint_activations(module, layers, again)
+    if parallel.compile and not around:
+        compile_blocks(layers)
+    return layers
+
+
 class Compiler:
     """What one process has compiled, and when."""
 
@@ -112,11 +133,8 @@ class Compiler:
         """As rank 0 of a world has it: others of its ranks find its graph theirs, too."""
         dtype = DTYPES[self._job.precision.dtype]
         holder: nn.ModuleList = nn.ModuleList([model.layers[0]])
-        blocks: list[nn.Module] = [*holder]
         if isinstance(layer := holder[0], MixtureBlock):
             layer.ffn = Unmixed()
-        if again := self._job.parallel.activation_checkpointing:
-            blocks = checkpoint_activations(holder, blocks, again)
         given = torch.float32 if form.whole else dtype
         x, turns, attends = self._inputs(model, given, form.mesh.parts_per_layer)
         autocast = form.whole and dtype is not torch.float32
@@ -126,14 +144,12 @@ class Compiler:
                 mesh = make_mesh(form.mesh, self._device)
             if form.mesh.cuts_layers:
                 parallelize_block(holder[0], mesh[OF_LAYERS])
-            compile_blocks(blocks)
-            if (
-                form.sharded
-            ):  # FSDP2 makes modules of classes of its own, which code is compiled for
-                fully_shard(blocks[0], mesh=mesh["dp_shard"], mp_policy=mixed_precision(dtype))
+            (layer,) = compiled_layers(holder, [*holder], self._job, form.mesh.cuts_layers)
+            if form.sharded:  # FSDP2 makes other classes of modules, and code is compiled for one
+                fully_shard(layer, mesh=mesh["dp_shard"], mp_policy=mixed_precision(dtype))
             to_empty(holder, self._device)
             with torch.autocast(self._device.type, dtype=dtype, enabled=autocast):
-                out = blocks[0](x, turns, attends=attends)
+                out = layer(x, turns, attends=attends)
             (out[0] if isinstance(out, tuple) else out).sum().backward()
 
     def _inputs(

@@ -147,11 +147,6 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             id="compile-pp",
         ),
         pytest.param(
-            changed("parallel", {"compile": True, "tp": 2, "activation_checkpointing": True}),
-            "parallel: compile: with tp not with activation_checkpointing",
-            id="compile-tp-recompute",
-        ),
-        pytest.param(
             changed("parallel.activation_checkpointing", "some"),
             "parallel.activation_checkpointing",
             id="recompute-some",

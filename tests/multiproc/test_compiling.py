@@ -14,7 +14,7 @@ from elastic_ft.config import Job
 from elastic_ft.faults import PointFault
 from tests.multiproc.harness import Gate, Run, make_job, run_job
 from tests.multiproc.layouts import LAYOUTS, VARIANTS, job_of, train_from_the_start
-from tests.multiproc.moves import DEADLINE_S, Chain, bytes_allowed
+from tests.multiproc.moves import Chain, bytes_allowed
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_experts_job import SIZES
 
@@ -41,7 +41,7 @@ def disturbed(folder: Path, workers: int, **sections: Any) -> Chain:
     given = {"data": data, "parallel": parallel, "elastic": PATIENT_ON_LOAD} | sections
     job = make_job("fsdp", steps=STEPS, workers=workers, **given)
     faults = [PointFault("backward", rank=1, step=10)]
-    found = {"faults": faults, "watch": gate, "replaces_from": 14, "deadline_s": DEADLINE_S}
+    found = {"faults": faults, "watch": gate, "replaces_from": 14, "deadline_s": 560}
     chain = Chain(run_job(job, folder / "run", **found).check(), folder)
     lost, joined = chain.run.recoveries
     assert (lost["at_step"], joined["at_step"]) in {(9, 14), (9, 15)}, chain.run.story()
@@ -106,24 +106,32 @@ def generation(
     return steps, torch_private.compiled_graphs()
 
 
-def early(name: str, dtype: str, compiled: bool) -> Job:
+def early(name: str, dtype: str, **parallel: Any) -> Job:
     """Of a job whose worlds are known."""
     workers = LAYOUTS[name][1]
     given = {"precision": {"dtype": dtype}, "elastic": {"max_workers": workers}}
     given["batch"] = {"global_batch_size": 8, "micro_batch_size": 2}
     job = job_of(name, **given)
-    wanted = job.parallel.model_copy(update={"compile": compiled})
+    wanted = job.parallel.model_copy(update=parallel)
     return job.model_copy(update={"parallel": wanted})
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "worlds"),
-    [("ddp2-tp2", "fp32", (4, 2, 4)), ("ddp1-tp2", "bf16", (2, 2))],
+    ("name", "dtype", "worlds", "again"),
+    [
+        ("ddp2-tp2", "fp32", (4, 2, 4), False),
+        ("ddp1-tp2", "bf16", (2, 2), False),
+        ("ddp1-tp2", "fp32", (2, 2), True),
+        ("ddp1-tp2", "fp32", (2, 2), "selective"),
+    ],
 )
-def test_generations_compile_nothing(name: str, dtype: str, worlds: tuple[int, ...]) -> None:
+def test_generations_compile_nothing(
+    name: str, dtype: str, worlds: tuple[int, ...], again: bool | str
+) -> None:
     """A graph has the name of its group in it: it is the same in every generation. Of worlds of
     several sizes each has one, and without replicas, in fp32, none is FSDP2's."""
-    eager, compiled = (early(name, dtype, compile_it) for compile_it in (False, True))
+    eager = early(name, dtype)
+    compiled = early(name, dtype, compile=True, activation_checkpointing=again)
     with Pool(max(worlds)) as pool:
         expected, _ = pool(generation, eager, world=worlds[0])[0]
         found = [pool(generation, compiled, world=world) for world in worlds]
