@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from elastic_ft.engines.activations import checkpoint_activations
 from elastic_ft.engines.base import Compiled
 from elastic_ft.engines.modules import DTYPES, mixed_precision, to_empty
 from elastic_ft.engines.tensor_parallel import parallelize_block
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.groups.groups import make_mesh
 from elastic_ft.models.decoder import Decoder, rotations, who_attends
 from elastic_ft.models.experts import MixtureBlock, MixtureDecoder
@@ -59,7 +60,19 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         inner = getattr(block, "_checkpoint_wrapped_module", block)
         part, name = (inner, "attended") if isinstance(inner, MixtureBlock) else (block, "forward")
         compiled = torch.compile(getattr(part, name), fullgraph=True, dynamic=False)
-        setattr(part, name, compiled)
+        setattr(part, name, partial(_within_limits, compiled))
+
+
+def _within_limits(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return compiled(*args, **kwargs)
+    except Exception as error:
+        if not torch_private.has_too_many_graphs(error):
+            raise
+        raise UsageError(
+            f"parallel.compile: batches have had more than {GRAPHS_MAX} shapes, each of which is "
+            "compiled; pad them to fewer lengths, or leave compile out"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

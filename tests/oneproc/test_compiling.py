@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from elastic_ft.engines import compiling
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.compiling import GRAPHS_MAX, Compiler, LayerForm, check_compiler
 from elastic_ft.engines.laid_out import to_compile
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.models.experts import MixtureConfig, MixtureDecoder
-from tests.oneproc.alone import attached, job_of, reach
+from tests.oneproc.alone import attached, job_of, reach, run_step
 
 SIZES = DecoderConfig(
     vocab_size=97, n_layers=3, dim=16, n_heads=2, n_kv_heads=1, ffn_dim=24, max_sequence_length=12
@@ -158,3 +159,21 @@ def test_graphs_of_worlds_that_are_gone_make_room(monkeypatch: pytest.MonkeyPatc
         torch_private.set_up_compiler(GRAPHS_MAX)
     if tp == 1:
         assert torch_private.compiled_graphs() - before == 3
+
+
+def test_batches_of_too_many_shapes_end_the_job_with_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch says that a limit of its own is hit, of which a user's job file knows nothing."""
+    monkeypatch.setattr(compiling, "GRAPHS_MAX", 2)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    expected = r"parallel\.compile: batches have had more than 2 shapes"
+    try:
+        with attached(job_of(parallel={"compile": True}), lambda: Decoder(SIZES), 12) as engine:
+            run_step(engine, 1, [{"tokens": batch(1)["tokens"][:, :7]}])
+            with pytest.raises(UsageError, match=expected):
+                run_step(engine, 2, [{"tokens": batch(2)["tokens"][:, :9]}])
+    finally:
+        torch.compiler.reset()
+        torch_private.set_up_compiler(GRAPHS_MAX)
