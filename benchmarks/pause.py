@@ -50,8 +50,8 @@ def make_job(arguments: argparse.Namespace) -> dict[str, Any]:
 class Watched:
     """The run folder of a job that somebody else runs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, patience_s: float = DEADLINE_S) -> None:
+        self.folder, self._patience_s = folder, patience_s
 
     def events(self, name: str) -> list[dict[str, Any]]:
         lines = read_lines(self.folder / "events.jsonl")
@@ -61,13 +61,13 @@ class Watched:
         return read_lines(self.folder / "steps.jsonl")
 
     def until(self, what: str, condition: Any) -> Any:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self._patience_s
         while time.monotonic() < deadline:
             found = condition()
             if found:
                 return found
             time.sleep(0.05)
-        raise TimeoutError(f"waited {DEADLINE_S:g} s for {what}")
+        raise TimeoutError(f"waited {self._patience_s:g} s for {what}")
 
     def whole(self, world: int) -> dict[str, Any] | None:
         formed = self.events("generation_formed")

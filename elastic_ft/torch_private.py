@@ -327,6 +327,14 @@ def set_up_compiler(graphs_max: int) -> None:
         config._config[name].default = value
 
 
+def has_too_many_graphs(error: BaseException) -> bool:
+    """Whether torch has raised ``error`` for another graph of a function that has all it may."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    found = (error, error.__cause__, error.__context__)
+    return any(isinstance(each, FailOnRecompileLimitHit) for each in found)
+
+
 def compiled_graphs() -> int:
     """Of this process so far, those from a cache included."""
     from torch._dynamo.utils import counters

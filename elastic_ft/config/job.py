@@ -17,7 +17,7 @@ from elastic_ft.config.elastic import (
 )
 from elastic_ft.config.parallel import ParallelConfig
 from elastic_ft.config.section import COUNT_MAX, NAME, SEED_MAX, Count, Section
-from elastic_ft.core.layouts.layout import WISHES
+from elastic_ft.core.layouts.layout import OF_LAYERS, WISHES
 
 
 class Job(Section):
@@ -194,9 +194,9 @@ class Job(Section):
             raise ValueError(f"{key}: needs precision.dtype bf16, found {self.precision.dtype}")
         if self.loop is not None or parallel.engine != "native" or self.model.lora is not None:
             raise ValueError(f"{key}: not with a loop, engine deepspeed or model.lora")
-        if parallel.strategy == "auto" or parallel.wish.ranks_per_sample * parallel.ep > 1:
-            none = ", ".join(WISHES)
-            raise ValueError(f"{key}: is of strategy ddp, fsdp and hsdp, without {none}")
+        none = [name for name in WISHES if name != OF_LAYERS]
+        if parallel.strategy == "auto" or any(getattr(parallel, name) > 1 for name in none):
+            raise ValueError(f"{key}: is of strategy ddp, fsdp and hsdp, without {', '.join(none)}")
         return self
 
     @model_validator(mode="after")

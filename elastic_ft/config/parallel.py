@@ -139,8 +139,6 @@ class ParallelConfig(Section):
             raise ValueError(
                 "compile: is of ddp, fsdp and hsdp without pp, cp, tp_plan or offload_activations"
             )
-        if self.compile and self.tp > 1 and self.activation_checkpointing:
-            raise ValueError("compile: with tp not with activation_checkpointing: torch can't")
         return self
 
     @model_validator(mode="after")

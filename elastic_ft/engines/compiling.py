@@ -5,8 +5,9 @@ Of a layer with experts, all before these: what routers choose is of another siz
 All layers of a model are one graph. FSDP has a layer's weights whole as it runs, so that neither
 another world nor a module that is built anew compiles again: torch keeps what it has compiled by
 the code of ``forward``, for as long as the process lives (I6), and on the node's disk for the next
-one. With tensor parallelism a graph is of one world, too (torch compares the mesh): the first step
-in another one traces again, and finds on disk what that compiles to.
+one. With tensor parallelism a graph is of one world, too (torch compares the mesh): those of the
+largest worlds are made early, and the first step in another one traces again, and finds on disk
+what that compiles to.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from elastic_ft import torch_private
 from elastic_ft.config import Job
-from elastic_ft.core.layouts.layout import OF_LAYERS
+from elastic_ft.core.layouts.layout import OF_LAYERS, Layout
 from elastic_ft.engines.activations import checkpoint_activations
 from elastic_ft.engines.base import Compiled
 from elastic_ft.engines.modules import DTYPES, mixed_precision, to_empty
 from elastic_ft.engines.tensor_parallel import parallelize_block
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.groups.groups import make_mesh
 from elastic_ft.models.decoder import Decoder, rotations, who_attends
 from elastic_ft.models.experts import MixtureBlock, MixtureDecoder
 
 # Of one forward, over all generations: masked batches, precision, worlds. torch refuses any more.
 GRAPHS_MAX = 64
+FORMS_MAX = 4  # that are compiled early: each takes about a second once the first one is there
 
 
 def check_compiler(on_gpu: bool) -> None:
@@ -56,7 +60,55 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         inner = getattr(block, "_checkpoint_wrapped_module", block)
         part, name = (inner, "attended") if isinstance(inner, MixtureBlock) else (block, "forward")
         compiled = torch.compile(getattr(part, name), fullgraph=True, dynamic=False)
-        setattr(part, name, compiled)
+        setattr(part, name, partial(_within_limits, compiled))
+
+
+def _within_limits(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return compiled(*args, **kwargs)
+    except Exception as error:
+        if not torch_private.has_too_many_graphs(error):
+            raise
+        raise UsageError(
+            f"parallel.compile: batches have had more than {GRAPHS_MAX} shapes, each of which is "
+            "compiled; pad them to fewer lengths, or leave compile out"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """What a layer is in a world: one graph.
+
+    Attributes:
+        mesh: of a world in which ranks share layers, its layout. Else no graph has a world in it.
+        whole: by DDP, which computes in lower precision by autocast.
+        sharded: by FSDP2.
+    """
+
+    mesh: Layout
+    whole: bool
+    sharded: bool
+
+
+def compiled_layers(
+    module: nn.Module, layers: Sequence[nn.Module], job: Job, shared: bool
+) -> Sequence[nn.Module]:
+    """Compiles ``layers`` of ``module``, and recomputes their activations, as the job asks. Returns
+    what is in their place.
+
+    Recomputation is in the graph; of layers that ranks share (``shared``) around it, if all of one
+    is recomputed: torch 2.13 would keep a mesh for backward, where it takes tensors alone.
+    """
+    parallel = job.parallel
+    again = parallel.activation_checkpointing
+    around = parallel.compile and shared and again is True
+    if around:
+        compile_blocks(layers)
+    if again:
+        layers = checkpoint_activations(module, layers, again)
+    if parallel.compile and not around:
+        compile_blocks(layers)
+    return layers
 
 
 class Compiler:
@@ -72,42 +124,46 @@ class Compiler:
     def begin_layout(self) -> None:
         """Nothing runs. Graphs of worlds that are gone go, before torch would refuse any more."""
         graphs = torch_private.compiled_graphs()
-        if graphs - self._kept_since >= GRAPHS_MAX // 2:
+        many = graphs - self._kept_since >= GRAPHS_MAX // 2
+        if many and self._job.parallel.cuts_layers:
             torch.compiler.reset()
             self._kept_since = graphs
 
-    def warm_up(self, model: nn.Module, whole: bool) -> None:
-        """Compiles one layer's forward and backward, of shapes as in a step: with no group, and
-        while nobody waits. ``whole``: DDP, which computes in lower precision by autocast.
-        """
-        assert isinstance(model, Decoder | MixtureDecoder)
+    def warm_up(self, factory: Callable[[], nn.Module], forms: Sequence[LayerForm]) -> None:
+        """Compiles one layer of what ``factory`` makes, forward and backward, of shapes as in a
+        step: with no group, and while nobody waits. In each of the first ``forms``."""
         began_s = time.monotonic()
-        dtype = DTYPES[self._job.precision.dtype]
-        holder: nn.ModuleList = nn.ModuleList([model.layers[0]])
-        blocks: list[nn.Module] = [*holder]
-        if isinstance(layer := holder[0], MixtureBlock):
-            layer.ffn = Unmixed()
-        if again := self._job.parallel.activation_checkpointing:
-            blocks = checkpoint_activations(holder, blocks, again)
-        sharing = self._job.parallel.wish.ranks_per_sample  # a layer: no other has compiled ones
-        x, turns, attends = self._inputs(model, torch.float32 if whole else dtype, sharing)
-        autocast = whole and dtype is not torch.float32
-        with contextlib.ExitStack() as stack:
-            if sharing > 1 or not whole:
-                stack.enter_context(torch_private.pretended_world(sharing))
-                mesh = _mesh_of(sharing, self._device)
-            if sharing > 1:
-                parallelize_block(holder[0], mesh[OF_LAYERS])
-            compile_blocks(blocks)
-            if not whole:  # FSDP2 makes modules of classes of its own, which code is compiled for
-                fully_shard(blocks[0], mesh=mesh["dp_shard"], mp_policy=mixed_precision(dtype))
-            to_empty(holder, self._device)
-            with torch.autocast(self._device.type, dtype=dtype, enabled=autocast):
-                out = blocks[0](x, turns, attends=attends)
-            (out[0] if isinstance(out, tuple) else out).sum().backward()
+        for form in forms[:FORMS_MAX]:
+            with torch.device("meta"):
+                model = factory()
+            assert isinstance(model, Decoder | MixtureDecoder)
+            self._compile_layer(model, form)
         graphs = torch_private.compiled_graphs()
         self._warmed = graphs - self._seen, time.monotonic() - began_s
         self._seen = graphs
+
+    def _compile_layer(self, model: Decoder | MixtureDecoder, form: LayerForm) -> None:
+        """As rank 0 of a world has it: others of its ranks find its graph theirs, too."""
+        dtype = DTYPES[self._job.precision.dtype]
+        holder: nn.ModuleList = nn.ModuleList([model.layers[0]])
+        if isinstance(layer := holder[0], MixtureBlock):
+            layer.ffn = Unmixed()
+        given = torch.float32 if form.whole else dtype
+        x, turns, attends = self._inputs(model, given, form.mesh.parts_per_layer)
+        autocast = form.whole and dtype is not torch.float32
+        with contextlib.ExitStack() as stack:
+            if form.sharded or form.mesh.cuts_layers:
+                stack.enter_context(torch_private.pretended_world(form.mesh.world_size))
+                mesh = make_mesh(form.mesh, self._device)
+            if form.mesh.cuts_layers:
+                parallelize_block(holder[0], mesh[OF_LAYERS])
+            (layer,) = compiled_layers(holder, [*holder], self._job, form.mesh.cuts_layers)
+            if form.sharded:  # FSDP2 makes other classes of modules, and code is compiled for one
+                fully_shard(layer, mesh=mesh["dp_shard"], mp_policy=mixed_precision(dtype))
+            to_empty(holder, self._device)
+            with torch.autocast(self._device.type, dtype=dtype, enabled=autocast):
+                out = layer(x, turns, attends=attends)
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
 
     def _inputs(
         self, model: Decoder | MixtureDecoder, dtype: torch.dtype, sharing: int
@@ -133,16 +189,6 @@ class Compiler:
         warmed, seconds = self._warmed or (0, 0.0)
         self._warmed = None
         return Compiled(inside, warmed, seconds)
-
-
-def _mesh_of(sharing: int, device: torch.device) -> DeviceMesh:
-    """As a rank of the first ``sharing`` has it: what others compile for theirs comes from the
-    cache on disk."""
-    sizes = {"dp_shard": 1} | ({OF_LAYERS: sharing} if sharing > 1 else {})
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    if sharing > 1:
-        torch_private.name_groups(mesh, OF_LAYERS)
-    return mesh
 
 
 def eagerly(compiler: Compiler | None) -> contextlib.AbstractContextManager[Any]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from elastic_ft.config import Job
+from elastic_ft.core.layouts.layout import OF_LAYERS
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.experts import MixtureDecoder
 
@@ -31,10 +33,12 @@ def check_float8(job: Job, model: nn.Module) -> None:
         raise ConfigError("precision.fp8: needs torchao: pip install 'elastic-ft[fp8]'")
     if isinstance(model, MixtureDecoder):
         raise ConfigError("precision.fp8: not with a mixture of experts (model.preset)")
-    if not any(_is_converted(part, name) for name, part in model.named_modules()):
+    multiple = _multiple(job)
+    if not any(_is_converted(part, name, multiple) for name, part in model.named_modules()):
+        each = f" ({MULTIPLE} for each of parallel.{OF_LAYERS})" if _ranks(job) > 1 else ""
         raise ConfigError(
             f"precision.fp8: no linear layer of {type(model).__name__} has sizes in multiples of "
-            f"{MULTIPLE}"
+            f"{multiple}{each}"
         )
 
 
@@ -61,21 +65,35 @@ def converting(
         check_float8(job, model)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+        tokens = job.batch.micro_batch_size * tokens_per_sample
+        longer = tokens_per_sample % _ranks(job) != 0  # a sequence is, where ranks share it
         config = replace(
             Float8LinearConfig.from_recipe_name(kind),
             emulate=device.type == "cpu",
-            pad_inner_dim=job.batch.micro_batch_size * tokens_per_sample % MULTIPLE != 0,
+            pad_inner_dim=tokens % MULTIPLE != 0 or longer,
         )
-        convert_to_float8_training(model, module_filter_fn=_is_converted, config=config)
+        wanted = partial(_is_converted, multiple=_multiple(job))
+        convert_to_float8_training(model, module_filter_fn=wanted, config=config)
         return model
 
     return make
 
 
-def _is_converted(part: nn.Module, name: str) -> bool:
+def _ranks(job: Job) -> int:
+    """That share each layer: no others share a sample here."""
+    return job.parallel.wish.ranks_per_sample
+
+
+def _multiple(job: Job) -> int:
+    """Of rows and columns, which tensor-parallel ranks share out: as many as the job wishes for,
+    so that the same layers are converted in each world."""
+    return MULTIPLE * _ranks(job)
+
+
+def _is_converted(part: nn.Module, name: str, multiple: int) -> bool:
     return (
         isinstance(part, nn.Linear)
         and name.rpartition(".")[2] not in HEADS
-        and part.in_features % MULTIPLE == 0
-        and part.out_features % MULTIPLE == 0
+        and part.in_features % multiple == 0
+        and part.out_features % multiple == 0
     )

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
 from elastic_ft.config import CommConfig, Job
-from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.engines.activations import checkpoint_activations, keep_in_host_memory
+from elastic_ft.core.layouts.layout import Layout, plan_layout
+from elastic_ft.engines.activations import keep_in_host_memory
 from elastic_ft.engines.along import Along, along_of
 from elastic_ft.engines.balancing import Balancing
-from elastic_ft.engines.compiling import check_compiled, compile_blocks
+from elastic_ft.engines.compiling import LayerForm, check_compiled, compiled_layers
 from elastic_ft.engines.expert_parallel import check_expert_parallel, shard_experts
 from elastic_ft.engines.float8 import check_float8
 from elastic_ft.engines.modules import DTYPES, inside, mixed_precision, plain_name, to_empty
@@ -184,6 +184,24 @@ def wrapped(
     return WAITS.watch(runner), along
 
 
+def is_replicated(job: Job, layout: Layout, device: torch.device) -> bool:
+    """Every rank has all of the state, and gradients are DDP's matter."""
+    return not layout.is_cut and not is_cut_alone(job, layout, device)
+
+
+def to_compile(job: Job, device: torch.device) -> list[LayerForm]:
+    """What layers are in worlds that the job may have, the largest first, each once."""
+    found = []
+    elastic, each = job.elastic, job.multiple_of
+    for world in range(elastic.max_workers // each * each, elastic.min_workers - 1, -each):
+        layout, _ = plan_layout(job.parallel.wish, world)
+        whole = is_replicated(job, layout, device)
+        sharded = not whole and _needs_fsdp(job, layout, device)
+        mesh = layout if layout.cuts_layers else Layout()
+        found.append(LayerForm(mesh, whole, sharded))
+    return list(dict.fromkeys(found))
+
+
 def is_cut_alone(job: Job, layout: Layout, device: torch.device) -> bool:
     """A world of one, to compute as larger ones of its job do: FSDP2's bf16 is no autocast."""
     is_plain = DTYPES[job.precision.dtype] is torch.float32 and device.type == "cpu"
@@ -274,11 +292,11 @@ def _prepare(
     if groups is not None and _layout(groups).cuts_layers:
         assert groups.mesh is not None
         parallelize(part, groups.mesh["tp"], job.parallel.tp_plan)
-    blocks = list(part.blocks) if isinstance(part, ModelStage) else block_modules(part)
-    if again := job.parallel.activation_checkpointing:
-        blocks = checkpoint_activations(part, blocks, again)
-    if job.parallel.compile:
-        compile_blocks(blocks)
+    blocks: Sequence[nn.Module] = (
+        list(part.blocks) if isinstance(part, ModelStage) else block_modules(part)
+    )
+    shared = groups is not None and _layout(groups).cuts_layers
+    blocks = compiled_layers(part, blocks, job, shared)
     if job.parallel.offload_activations and device.type == "cuda":
         keep_in_host_memory(blocks)
     if isinstance(part, Decoder | DecoderStage):

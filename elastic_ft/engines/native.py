@@ -100,22 +100,17 @@ class NativeEngine(EngineOfJob):
         warm_optimizer(self.job.optimizer)
         if self.job.parallel.compile:
             self._compiler = Compiler(self.job, self.device)
-            with torch.device("meta"):
-                model = self._factory()
-            self._compiler.warm_up(model, whole=self.job.parallel.strategy == "ddp")
+            self._compiler.warm_up(self._factory, laid_out.to_compile(self.job, self.device))
 
     def keeps(self, layout: Layout) -> bool:
-        return self._is_whole(layout) and self._replicated and self._laid_out is not None
-
-    def _is_whole(self, layout: Layout) -> bool:
-        """On every rank."""
-        is_alone = laid_out.is_cut_alone(self.job, layout, self.device)
-        return not layout.is_cut and not is_alone
+        whole = laid_out.is_replicated(self.job, layout, self.device)
+        return whole and self._replicated and self._laid_out is not None
 
     def attach(self, groups: Groups) -> bool:
         layout = groups.assignment.layout
         self._groups = groups
-        replicated, kept = self._is_whole(layout), self.keeps(layout)
+        kept = self.keeps(layout)
+        replicated = laid_out.is_replicated(self.job, layout, self.device)
         if replicated:
             if not kept:
                 self._lay_out(None)

@@ -200,7 +200,7 @@ class Groups(Rendezvous):
                 timeout=timeout,
                 device_id=device if self.uses_nccl else None,
             )
-            self.mesh = _make_mesh(self.assignment.layout, device)
+            self.mesh = make_mesh(self.assignment.layout, device)
             self.context = _make_context(self.assignment.layout, self.uses_nccl)
             self.experts = _share_experts(self.assignment.layout, self.mesh)
 
@@ -354,7 +354,7 @@ class Groups(Rendezvous):
         self._sealed_store = None  # last: what is torn down may still ask it
 
 
-def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     dims = layout.mesh_dims()
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     if layout.cuts_layers:

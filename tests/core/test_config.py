@@ -147,11 +147,6 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             id="compile-pp",
         ),
         pytest.param(
-            changed("parallel", {"compile": True, "tp": 2, "activation_checkpointing": True}),
-            "parallel: compile: with tp not with activation_checkpointing",
-            id="compile-tp-recompute",
-        ),
-        pytest.param(
             changed("parallel.activation_checkpointing", "some"),
             "parallel.activation_checkpointing",
             id="recompute-some",
@@ -300,9 +295,9 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             id="fp8-fp32",
         ),
         pytest.param(
-            changed("precision", {"dtype": "bf16", "fp8": "rowwise"}) | {"parallel": {"tp": 2}},
-            "precision.fp8: is of strategy ddp, fsdp and hsdp, without tp, pp",
-            id="fp8-tp",
+            changed("precision", {"dtype": "bf16", "fp8": "rowwise"}) | {"parallel": {"pp": 2}},
+            "precision.fp8: is of strategy ddp, fsdp and hsdp, without pp, cp, ep",
+            id="fp8-pp",
         ),
         pytest.param(
             own_loop(activation_checkpointing=True),

@@ -80,6 +80,7 @@ class StagedHost(LocalHost):
     """
 
     has_keepers = True
+    replaces_from = 0  # committed steps
 
     def _start_keeper(self, node: LocalNode) -> None:
         if self.has_keepers:
@@ -93,6 +94,7 @@ class StagedHost(LocalHost):
         """Called again and again, with what the controller knows."""
         with self._lock:
             settled = state.phase == "running" and state.ranks.keys() <= self._processes.keys()
+            settled = settled and state.committed >= self.replaces_from
             if settled or state.phase == "suspended":
                 super()._fill()
 
@@ -192,6 +194,7 @@ def run_job(
     controller: Callable[..., Controller] = Controller,
     keepers: bool = True,
     folder_url: str | None = None,
+    replaces_from: int = 0,
 ) -> Run:
     """Runs ``job`` in folder ``out`` to its end.
 
@@ -202,12 +205,13 @@ def run_job(
         controller: what makes it.
         keepers: whether nodes have one.
         folder_url: of the run folder, if it is not ``out``; copied to there in the end.
+        replaces_from: steps that must be committed before anyone lost is replaced.
     """
     nodes = nodes or {f"n{i}": 1 for i in range(job.elastic.max_workers)}
     host = StagedHost(nodes)
     folder = RunFolder(folder_url or str(out))
     url = job.checkpoint.url or f"{folder.url}/checkpoints"
-    host.has_keepers = keepers
+    host.has_keepers, host.replaces_from = keepers, replaces_from
     running = controller(job, host, folder, url, faults=tuple(faults))
     if on_step is not None:
         running.on_step = lambda line: on_step(running, line)
@@ -251,8 +255,8 @@ class Gate:
     run does not depend on how fast a process starts here.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, held_open: int = STEPS_HELD_OPEN) -> None:
+        self.path, self._held_open = path, held_open
         self._since: tuple[int, int] = (0, 0)  # generation, steps committed when it formed
 
     def job(self, strategy: str, after_step: int = 0, **sections: Any) -> Job:
@@ -275,7 +279,7 @@ class Gate:
         if self._since[0] != state.generation:
             self._since = (state.generation, state.committed)
         world, whole = len(state.assignment.members), controller.policy.max_workers
-        started = state.committed >= self._since[1] + STEPS_HELD_OPEN
+        started = state.committed >= self._since[1] + self._held_open
         if world < whole and len(state.ready) < whole and started:
             self.path.touch()
         else:

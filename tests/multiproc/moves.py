@@ -34,6 +34,7 @@ from tests.multiproc.tiny import counted
 
 STEPS = 80
 DEADLINE_S = 400.0
+BYTES_TOLERANCE = 1.1  # of what has to be moved
 DATA = 1  # the place in a step where its data is waited for
 
 
@@ -313,3 +314,13 @@ def minimal_bytes(chain: Chain, number: int, copied: bool) -> int:
             lacking = uncovered(box, own.get(name, ()))
             total += sum(part.numel for part in lacking) * values.itemsize
     return total
+
+
+def bytes_allowed(chain: Chain, number: int) -> float | None:
+    """That move ``number`` may have moved. None: not known, as a rank was lost before what it had
+    was copied, and what it had before that moved."""
+    after = chain.formed()[number + 1]
+    if chain.source_of(number) < number or f"step {after['step']} lacks" in after["reason"]:
+        return None
+    copied = "farthest tier keeper" not in after["reason"]
+    return BYTES_TOLERANCE * minimal_bytes(chain, number, copied)

@@ -66,7 +66,7 @@ def make_engine(strategy: str, optimizer: str = "adamw", **sizes: int) -> native
         tokens_per_sample=8,
     )
     groups = make_groups(strategy, 4, **sizes)
-    groups.mesh = groups_module._make_mesh(groups.assignment.layout, torch.device("cpu"))
+    groups.mesh = groups_module.make_mesh(groups.assignment.layout, torch.device("cpu"))
     engine.prepare()
     engine.attach(groups)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_a_world_of_one_computes_as_larger_ones_do(
         tokens_per_sample=8,
     )
     groups = make_groups(strategy, 1)
-    groups.mesh = groups_module._make_mesh(groups.assignment.layout, torch.device("cpu"))
+    groups.mesh = groups_module.make_mesh(groups.assignment.layout, torch.device("cpu"))
     engine.prepare()
     engine.attach(groups)
     engine.initialise()

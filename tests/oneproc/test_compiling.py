@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from elastic_ft import torch_private
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines import compiling
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.compiling import GRAPHS_MAX, Compiler, check_compiler
-from elastic_ft.errors import ConfigError
+from elastic_ft.engines.compiling import GRAPHS_MAX, Compiler, LayerForm, check_compiler
+from elastic_ft.engines.laid_out import to_compile
+from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.models.experts import MixtureConfig, MixtureDecoder
-from tests.oneproc.alone import attached, job_of, reach
+from tests.oneproc.alone import attached, job_of, reach, run_step
 
 SIZES = DecoderConfig(
     vocab_size=97, n_layers=3, dim=16, n_heads=2, n_kv_heads=1, ffn_dim=24, max_sequence_length=12
@@ -103,18 +106,74 @@ def test_every_thread_compiles_as_the_process_was_set_up() -> None:
     assert found == [(GRAPHS_MAX + 1, 1)] * 2
 
 
-def test_graphs_of_worlds_that_are_gone_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tp each world has one. torch ends the step of a layer that has too many."""
+def forms_of(strategy: str, dtype: str, workers: int, **parallel: Any) -> list[LayerForm]:
+    elastic = {"max_workers": workers, "multiple_of": parallel.pop("multiple_of", None)}
+    given = {"strategy": strategy, "compile": True} | parallel
+    batch = {"global_batch_size": 8, "micro_batch_size": 1}
+    job = job_of(parallel=given, precision={"dtype": dtype}, elastic=elastic, batch=batch)
+    return to_compile(job, torch.device("cpu"))
+
+
+WHOLE, SHARDED = LayerForm(Layout(), True, False), LayerForm(Layout(), False, True)
+
+
+def test_each_graph_that_worlds_may_need_is_known_beforehand() -> None:
+    """A world of one has all, but not where FSDP2 casts."""
+    assert forms_of("ddp", "bf16", 4) == [WHOLE]
+    assert forms_of("fsdp", "bf16", 4) == forms_of("hsdp", "bf16", 4) == [SHARDED]
+    assert forms_of("fsdp", "fp32", 4) == [SHARDED, WHOLE]
+    two, four = Layout(dp_replicate=2, tp=2), Layout(dp_shard=2, tp=2)
+    shared, alone = LayerForm(two, False, True), Layout(tp=2)
+    assert forms_of("ddp", "fp32", 5, tp=2) == [shared, LayerForm(alone, False, False)]
+    assert forms_of("ddp", "bf16", 4, tp=2) == [shared, LayerForm(alone, False, True)]
+    assert forms_of("fsdp", "fp32", 4, tp=2, multiple_of=2) == [
+        LayerForm(four, False, True),
+        LayerForm(alone, False, False),
+    ]
+    assert forms_of("fsdp", "fp32", 3, tp=2, multiple_of=1) == [
+        SHARDED,
+        LayerForm(alone, False, False),
+        WHOLE,
+    ]
+
+
+@pytest.mark.parametrize("tp", [2, 1])
+def test_graphs_of_worlds_that_are_gone_make_room(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    """With tp each world has one. torch ends the step of a layer that has too many. Without, no
+    world has any, and what there is stays."""
     monkeypatch.setattr(compiling, "GRAPHS_MAX", 4)
-    compiler = Compiler(job_of(parallel={"compile": True}), torch.device("cpu"))
+    job = job_of(parallel={"compile": True, "tp": tp})
+    compiler = Compiler(job, torch.device("cpu"))
 
     def layer(x: torch.Tensor, world: int) -> torch.Tensor:
         return x * world
 
     made = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
+    torch.compiler.reset()  # of another case
+    before = torch_private.compiled_graphs()
     try:
-        for world in range(2, 14):
+        for world in range(2, 14) if tp > 1 else [2, 3, 4, 2, 3, 4]:
             compiler.begin_layout()
             assert made(torch.ones(2), world).tolist() == [world, world]
     finally:
+        torch_private.set_up_compiler(GRAPHS_MAX)
+    if tp == 1:
+        assert torch_private.compiled_graphs() - before == 3
+
+
+def test_batches_of_too_many_shapes_end_the_job_with_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch says that a limit of its own is hit, of which a user's job file knows nothing."""
+    monkeypatch.setattr(compiling, "GRAPHS_MAX", 2)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    expected = r"parallel\.compile: batches have had more than 2 shapes"
+    try:
+        with attached(job_of(parallel={"compile": True}), lambda: Decoder(SIZES), 12) as engine:
+            run_step(engine, 1, [{"tokens": batch(1)["tokens"][:, :7]}])
+            with pytest.raises(UsageError, match=expected):
+                run_step(engine, 2, [{"tokens": batch(2)["tokens"][:, :9]}])
+    finally:
+        torch.compiler.reset()
         torch_private.set_up_compiler(GRAPHS_MAX)

@@ -158,7 +158,7 @@ def test_what_a_world_is_made_of(
     monkeypatch.setattr(
         dist, "init_process_group", lambda name, **keys: made.append((name, keys["device_id"]))
     )
-    monkeypatch.setattr(groups_module, "_make_mesh", lambda *_: None)
+    monkeypatch.setattr(groups_module, "make_mesh", lambda *_: None)
     groups = make_groups("fsdp", 1, backend=parallel.get("backend", "auto"))
     groups.store = groups._bare_store = dist.HashStore()
     device = device_of_worker(monkeypatch, **parallel)

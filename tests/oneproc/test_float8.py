@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_ft.engines.float8 import converting
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from tests.oneproc.alone import attached, job_of, run_step
@@ -57,6 +58,18 @@ def test_a_model_without_such_layers_is_refused() -> None:
         pass
 
 
+def test_ranks_that_share_a_layer_have_sizes_that_kernels_take() -> None:
+    """The same layers in each world, whatever of tp is left of it."""
+    job = job_of(precision=TENSORWISE, parallel={"tp": 2})
+    model = converting(job, torch.device("cpu"), lambda: decoder(32), 16)()
+    found = {n for n, part in model.named_modules() if type(part).__name__ == "Float8Linear"}
+    assert found == {f"layers.{i}.attention.query" for i in range(2)}
+    with pytest.raises(ConfigError, match=r"multiples of 64 \(16 for each of parallel\.tp\)"):
+        converting(
+            job_of(precision=TENSORWISE, parallel={"tp": 4}), torch.device("cpu"), decoder, 16
+        )()
+
+
 def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -73,8 +86,6 @@ def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.Monke
 def test_an_older_gpu_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, kind: str, found: tuple[int, int]
 ) -> None:
-    from elastic_ft.engines.float8 import converting
-
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
     job = job_of(precision={"dtype": "bf16", "fp8": kind})
     with pytest.raises(ConfigError, match=rf"fp8: {kind} needs a GPU of sm_\d+ .*found sm_8\d"):
@@ -94,8 +105,6 @@ def test_a_micro_batch_has_any_number_of_tokens(
     monkeypatch: pytest.MonkeyPatch, kind: str, tokens: int, padded: bool
 ) -> None:
     """A weight's gradient is a product over them, and kernels take multiples of 16 alone."""
-    from elastic_ft.engines.float8 import converting
-
     monkeypatch.setattr(torch, "_scaled_mm", as_gpus_do)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     batch = {"global_batch_size": 4, "micro_batch_size": 1}

@@ -46,7 +46,7 @@ def form(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Groups]]:
     def make(abort: Callable[[str], None], strategy: str, **sizes: int) -> Groups:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
         groups = make_groups(strategy, 8, **sizes)
-        groups.mesh = groups_module._make_mesh(groups.assignment.layout, torch.device("cpu"))
+        groups.mesh = groups_module.make_mesh(groups.assignment.layout, torch.device("cpu"))
         groups.uses_nccl = True
         backends = {g.group_name: Backend(g.group_name, abort) for g in c10d._world.pg_map}
         real = dist.ProcessGroup._get_backend

@@ -67,7 +67,7 @@ def groups_of(layout: Layout, rank: int) -> Groups:
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, ((),) * world, "test")
     groups = Groups(dict(shares(assignment))[f"w{rank}"], members[rank], ("127.0.0.1", 1))
-    groups.mesh = groups_module._make_mesh(layout, CPU)
+    groups.mesh = groups_module.make_mesh(layout, CPU)
     groups.context = groups_module._make_context(layout)
     return groups
 
