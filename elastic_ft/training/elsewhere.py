@@ -116,7 +116,8 @@ class Elsewhere:
         Raises UsageError where another is in it for an hour.
         """
         name = hashlib.sha256(f"{os.getuid()} {self.job.name}".encode()).hexdigest()[:16]
-        with (Path(tempfile.gettempdir()) / f"elastic_ft_{name}.first").open("w") as lock:
+        path = Path(tempfile.gettempdir()) / f"elastic_ft_{name}.first"
+        with open(path, "w", opener=_own) as lock:
             _take(lock)
             self._is_first = True
             try:
@@ -182,6 +183,11 @@ class Elsewhere:
         """Raises NotOfContext, an AttributeError, too."""
         instead = INSTEAD.get(name, "docs/bring-your-own.md says what there is")
         raise NotOfContext(f"ctx.{name}: is not there: {instead}")
+
+
+def _own(path: str, flags: int) -> int:
+    """Of a folder in which others may have laid a link by that name."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _take(lock: Any) -> None:
