@@ -62,6 +62,7 @@ from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.experts import MixtureDecoder
 
 FLASH_CAPABILITY = 8  # the least major one of a GPU that has flash attention
+WORLDS_MAX = 64  # that are looked at for what their layers are
 
 
 @dataclass(eq=False, slots=True)
@@ -190,10 +191,12 @@ def is_replicated(job: Job, layout: Layout, device: torch.device) -> bool:
 
 
 def to_compile(job: Job, device: torch.device) -> list[LayerForm]:
-    """What layers are in worlds that the job may have, the largest first, each once."""
+    """What layers are in the largest worlds that the job may have, and in the smallest; each form
+    once, that of the largest first."""
     found = []
     elastic, each = job.elastic, job.multiple_of
-    for world in range(elastic.max_workers // each * each, elastic.min_workers - 1, -each):
+    worlds = range(elastic.max_workers // each * each, elastic.min_workers - 1, -each)
+    for world in (*worlds[:WORLDS_MAX], *worlds[WORLDS_MAX:][-1:]):
         layout, _ = plan_layout(job.parallel.wish, world)
         whole = is_replicated(job, layout, device)
         sharded = not whole and _needs_fsdp(job, layout, device)

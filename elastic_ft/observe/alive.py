@@ -60,7 +60,7 @@ class Sign:
             still_s: for one whose process can't be looked at.
             age_s: of the sign by now, which counts for the one that follows.
         """
-        return max(GONE_S if self.gone else still_s, self.within_s - age_s)
+        return max(GONE_S if self.gone else still_s, self.within_s - max(0.0, age_s))
 
 
 class Alive:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.controller.controller import Controller
+from elastic_ft.controller.host import Host
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Assignment, Member
 from elastic_ft.observe.run_folder import RunFolder, read_lines
@@ -24,7 +25,7 @@ MEMBER = Member("w0", "n0", "host", 1)
 OTHER = Member("w9", "n0", "host", 1)
 
 
-class Nobody:
+class Nobody(Host):
     """A host that starts no workers."""
 
     def __init__(self) -> None:
