@@ -106,7 +106,8 @@ def test_who_joins_without_what_others_keep_takes_no_part(
         assert line["loss"] == pytest.approx(of["loss"], rel=CLOSE), line["step"]
     refused = [line["reason"] for line in found.all("worker_refused")]
     assert refused and all(told_of in why for why in refused), found.story()
-    (unregistered,) = found.all("unregistered")
-    assert unregistered["reason"].startswith("average (GRUCell) changes"), found.story()
+    average, made = (line["reason"] for line in found.all("unregistered"))
+    assert average.startswith("average (GRUCell) changes"), found.story()
+    assert made.startswith("made (2) is carried from step to step"), found.story()
     ended = [lines for lines in told(lost).values() if lines and lines[-1]["step"] == STEPS]
     assert len(ended) >= 2, "the survivors, in their processes"
