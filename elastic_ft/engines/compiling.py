@@ -40,7 +40,7 @@ from elastic_ft.models.experts import MixtureBlock, MixtureDecoder
 
 # Of one forward, over all generations: masked batches, precision, worlds. torch refuses any more.
 GRAPHS_MAX = 64
-FORMS_MAX = 4  # that are compiled early: each takes about a second once the first one is there
+FORMS_MAX = 4  # that are compiled early: each takes tracing, and with nothing on disk compiling
 
 
 def check_compiler(on_gpu: bool) -> None:
