@@ -45,7 +45,8 @@ def test_what_a_kill_and_a_hang_cost_is_in_their_classes(
     classes = run.result["worker_seconds"]["classes"]
     hung = next(r for r in run.recoveries if r["cause"] == "worker_hung")
     assert classes["noticing"] > 2 * 0.5 * hung["noticed_s"]  # two survivors waited for it
-    for name in ("fencing", "forming", "resharding", "wasted_progress_from_disruption"):
+    lost = ("fencing", "forming", "resharding", "wasted_progress_from_disruption")
+    for name in ("program_startup", *lost):
         assert classes[name] > 0, name
     assert 0 < classes[PRODUCTIVE] < run.result["worker_seconds"]["allocated_s"]
 
