@@ -58,12 +58,14 @@ class Controller:
     committed: int = 0
     sent_bytes: int = 0
     decide_s: float = 0.0  # of computing in the core itself, without the wire
+    last_decide_s: float = 0.0  # of that, for the newest event
 
     def tell(self, message: bytes) -> None:
         event = TOLD.decode(message)
         began_s = time.process_time()
         self.state, commands = core_step(self.state, event, self.policy)
-        self.decide_s += time.process_time() - began_s
+        self.last_decide_s = time.process_time() - began_s
+        self.decide_s += self.last_decide_s
         for command in commands:
             if isinstance(command, cmd.PauseWorkers):
                 self.pauses.append(command)
@@ -166,6 +168,7 @@ def handle(
         "events_per_s": done / max(seconds, 1e-6),
         "slowest_ms": slowest_s * 1e3,
         "decide_s": controller.decide_s - decided_s,
+        "last_decide_s": controller.last_decide_s,
         "received_bytes_per_event": sum(map(len, messages)) / max(1, len(messages)),
         "sent_bytes": controller.sent_bytes - before,
     }
@@ -239,6 +242,7 @@ def life(count: int, strategy: Strategy, phase_s: float, profile: bool) -> dict[
         # Everything between the loss and the new assignment: in the core, and with the wire.
         for key, part in (("shrink_decided_s", "decide_s"), ("shrink_handled_s", "seconds")):
             found[key] = sum(phases[name][part] for name in ("lose one", "pause"))
+        found["last_answer_s"] = phases["pause"]["last_decide_s"]
         for key, name in (("pause_bytes", "lose one"), ("assignment_bytes", "pause")):
             found[key] = phases[name]["sent_bytes"] / (count - 1)  # to each
         found |= {"committed": controller.committed}
@@ -286,6 +290,7 @@ def markdown(record: dict[str, Any], raw: str) -> str:
                 f"{found['workers']:,}, {found['strategy']}",
                 *(_cell(phases.get(name)) for name in PHASES),
                 _number(found, "shrink_decided_s", "{:.3f}"),
+                _number(found, "last_answer_s", "{:.3f}"),
                 _number(found, "shrink_handled_s", "{:.2f}"),
                 _number(found, "bytes_per_worker", "{:,.0f}"),
                 _number(found, "pause_bytes", "{:,.0f}"),
@@ -295,6 +300,7 @@ def markdown(record: dict[str, Any], raw: str) -> str:
     titles = ["workers", *(f"{name}, s (events/s)" for name in PHASES)]
     titles += [
         "a shrink is decided, s",
+        "of that, after the last answer, s",
         "with the wire, s",
         "state, bytes per worker",
         "a pause as sent to each, bytes",
@@ -340,6 +346,7 @@ def _show(found: dict[str, Any]) -> None:
     if "shrink_decided_s" in found:
         print(
             f"  a shrink is decided in {found['shrink_decided_s']:.3f} s of computing, "
+            f"{found['last_answer_s']:.3f} of it after the last answer, "
             f"{found['shrink_handled_s']:.2f} s with the wire; "
             f"{found['bytes_per_worker']:,.0f} bytes per worker, "
             f"{found['assignment_bytes']:,.0f} bytes of an assignment to each",
