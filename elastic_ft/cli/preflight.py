@@ -14,6 +14,7 @@ from typing import Any
 from elastic_ft.cli import extensions
 from elastic_ft.cli.check_model import ModelAndData, check_model_and_data
 from elastic_ft.cli.check_stores import check_apart, check_checkpoint, check_owner, check_writable
+from elastic_ft.cli.progress import saying_if_long
 from elastic_ft.cli.where import Where
 from elastic_ft.config import Job, LoopConfig
 from elastic_ft.config.elastic import ElasticConfig
@@ -83,7 +84,8 @@ def check_job(
     if job.loop is not None:
         faults = None if scenario is None else _arm(scenario, chaos or job.faults.scenario)
         return Checked(url, 0, _check_script(job.loop, where), 0, faults, warnings)
-    found = made(job)
+    with saying_if_long(_what_is_made(job)):
+        found = made(job)
     warnings += found.remarks
     terms = {} if accept_changes else _terms(job, found)
     check_checkpoint(url, found.tensors, terms, job.steps)
@@ -95,6 +97,11 @@ def check_job(
         faults=None if scenario is None else _arm(scenario, chaos or job.faults.scenario),
         warnings=warnings,
     )
+
+
+def _what_is_made(job: Job) -> str:
+    what = "model and data are made, to check them"
+    return f"{what} ({', '.join(imports)})" if (imports := job.imports()) else what
 
 
 def _terms(job: Job, found: ModelAndData) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +19,7 @@ from elastic_ft.observe.journal_text import brief
 from elastic_ft.observe.run_reader import RunReader, Watch
 from elastic_ft.observe.wording import counted
 
+LONG_S = 20.0  # of what may take seconds: more, and a person wonders
 NAMED_SHOWN = 4  # metrics of a step, on its line
 STEP_LINE_EVERY_S = 5.0  # where there is no terminal
 WATCH_EVERY_S = 0.2
@@ -27,6 +30,24 @@ console = Console(highlight=False, soft_wrap=True)
 
 def say(text: str) -> None:
     console.print(text, markup=False)
+
+
+@contextlib.contextmanager
+def saying_if_long(what: str, first_s: float = LONG_S) -> Iterator[None]:
+    """Says how long it has taken so far: after ``first_s``, then after twice as long, and so on."""
+    is_over, began_s = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        next_s = first_s
+        while not is_over.wait(began_s + next_s - time.monotonic()):
+            say(f"{what}: {next_s:g} s so far")
+            next_s *= 2
+
+    threading.Thread(target=tell, name="saying-if-long", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def print_json(values: Any) -> None:

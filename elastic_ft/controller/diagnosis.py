@@ -16,7 +16,7 @@ from elastic_ft.core.assignment import KEEPER, Member, WorkerId
 from elastic_ft.core.hangs import Mark
 from elastic_ft.core.state import State
 from elastic_ft.transport.control import Inspect, Stood
-from elastic_ft.transport.stacks import collective_in
+from elastic_ft.transport.stacks import collective_in, own_code_in
 
 KILL_WAIT_S = 0.2
 LINE_WAIT_S = 1.0
@@ -141,6 +141,7 @@ class Inquiries:
         if stood.frames and stood.worker not in inquiry.frames:
             inquiry.frames[stood.worker] = stood.frames
             entry["collective"] = collective_in(stood.frames)
+            entry["own_code"] = own_code_in(stood.frames)
         if stood.frames or stood.last:
             inquiry.awaited.discard(stood.worker)
             self._release(stood.worker)
@@ -212,4 +213,5 @@ def _of_suspect(entry: dict[str, Any]) -> str:
 
 def _place(entry: dict[str, Any]) -> str:
     place = f"at {entry['point'] or 'the beginning'} of step {entry['step']}"
-    return f"{place}, in {entry['collective']}" if entry.get("collective") else place
+    inside = entry.get("collective") or entry.get("own_code")
+    return f"{place}, in {inside}" if inside else place

@@ -260,7 +260,7 @@ _WORLD = (
     _event("pausing", "Members leave a generation, at a step's boundary or at once.",
            "abort", full=wording.pausing),
     _event("diagnosis", "Where each member stood when a generation broke.",
-           "cause workers stacks", full="who stood where: {reason}",
+           "cause workers stacks", wording.hung_in_own_code, "who stood where: {reason}",
            workers="A list of {worker, rank, node, suspect, pid, step, point, ...}."),
     _event("recovered",
            "A change of membership is over. result.json has the same, but node_lost as the cause "

@@ -11,6 +11,7 @@ from elastic_ft.observe.lines import Line
 
 Text = str | Callable[[Line], str]  # a format of the line's fields, or what makes the text
 INDENT = " " * 18
+HANGS = ("WorkerHung", "NobodyMoves", "TimerFired")  # events by which a generation breaks
 RECOVERED = (
     "recovered from {cause} at step {at_step}: {world_before} -> {world_after} workers, "
     "paused {paused_s:.2f} s, {steps_lost} steps lost"
@@ -88,6 +89,21 @@ def asked_to_stop(line: Line) -> str:
 def resized(line: Line) -> str:
     """Who leaves other places than were asked for is asked for the same number again: no news."""
     return "" if line.get("before") == line["workers"] else f"resize: {line['reason']}"
+
+
+def hung_in_own_code(line: Line) -> str:
+    """Of what hung, and stood in code of the job's own: nobody else knows what that waits for."""
+    if line["cause"] not in HANGS:
+        return ""
+    told = [one for one in line["workers"] if one.get("own_code") and not one.get("collective")]
+    suspects = [one for one in told if one["suspect"]]
+    places: dict[str, list[str]] = {}
+    for one in suspects or told:
+        places.setdefault(one["own_code"], []).append(str(one["rank"]))
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} stood still in {place}"
+        for place, ranks in places.items()
+    )
 
 
 def pausing(line: Line) -> str:

@@ -52,4 +52,9 @@ def collective_in(frames: tuple[str, ...]) -> str:
     return inside
 
 
+def own_code_in(frames: tuple[str, ...]) -> str:
+    """The innermost frame of the job's own code: no library's and not ours; or an empty string."""
+    return next((frame for frame in frames if frame.startswith("/")), "")
+
+
 # --------------------------------------------------------------------- by the keeper of a node

@@ -21,6 +21,7 @@ from elastic_ft.core.state import State
 from elastic_ft.faults import POINTS, PointFault
 from elastic_ft.keeper.processes import process_facts, spy
 from elastic_ft.observe import replay
+from elastic_ft.observe.journal_text import brief
 from elastic_ft.transport.control import Inspect, Stood
 from elastic_ft.transport.stacks import collective_in, frame_line, stack_of
 from tests.multiproc.harness import Gate, Run, run_job
@@ -249,3 +250,34 @@ def test_a_lost_node_accuses_its_workers() -> None:
     broken(wires, ev.NodeLost(1.0, "n2", "gone"), {"w1"})
     wires.inquiries.answer(Stood("w1", "worker", 5, "reduce", ("a.py:1 f",)))
     assert [entry["suspect"] for entry in wires.lines[0][3]["workers"]] == [False, True]
+
+
+OWN = ("threading.py:5 wait", "/home/me/model.py:9 make", "/home/me/train.py:3 main")
+
+
+def test_who_waits_is_told_where_the_jobs_own_code_hangs() -> None:
+    wires = Wires()
+    broken(wires, ev.TimerFired(1.0, "form", 3), {"w1", "w2"})
+    for worker in ("w1", "w2"):
+        wires.inquiries.answer(Stood(worker, "worker", 5, "resharding", OWN))
+    ((event, _, reason, fields),) = wires.lines
+    assert reason == "ranks 0, 1 at resharding of step 5, in /home/me/model.py:9 make"
+    line = {"event": event, "reason": reason, **fields}
+    assert brief(line) == "ranks 0, 1 stood still in /home/me/model.py:9 make"
+
+
+def test_nobody_is_told_of_code_that_only_waits_for_who_hangs() -> None:
+    wires = Wires()
+    broken(wires, ev.WorkerHung(1.0, "w2", "behind", 3.0), {"w1"})
+    in_collective = ("torch/distributed/c10d.py:1 all_reduce", *OWN)
+    wires.inquiries.answer(Stood("w1", "worker", 5, "backward", in_collective))
+    ((event, _, reason, fields),) = wires.lines
+    assert brief({"event": event, "reason": reason, **fields}) == ""
+
+
+def test_code_that_a_lost_worker_interrupted_is_not_told_as_what_hangs() -> None:
+    wires = Wires()
+    broken(wires, ev.WorkerLost(1.0, "w2", "killed"), {"w1"})
+    wires.inquiries.answer(Stood("w1", "worker", 5, "forward", OWN))
+    ((event, _, reason, fields),) = wires.lines
+    assert brief({"event": event, "reason": reason, **fields}) == ""

@@ -20,6 +20,7 @@ from elastic_ft.hosts.local.guard import Guard
 from elastic_ft.hosts.local.orders import Order, StartProcess
 from elastic_ft.keeper.node_keeper import NodeKeeper
 from elastic_ft.transport.title import set_title
+from elastic_ft.worker import birth
 from elastic_ft.worker.forked import draw_apart
 from elastic_ft.worker.this_process import member_here, run_worker
 
@@ -57,6 +58,7 @@ def _live(prepared: Prepared, run: Callable[[], object]) -> NoReturn:
         os.environ.clear()  # the launcher's is of an earlier time
         os.environ.update(prepared.environment)
         sys.path[:] = prepared.path
+        birth.forked()
         draw_apart()
         run()
         code = 0

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from elastic_ft.hosts.local import children, forked_call, guard, orders
 from elastic_ft.observe import scratch
 from elastic_ft.transport.title import set_title
+from elastic_ft.worker import birth
 
 LOOK_S = 0.25
 CONTROLLERS_MAX = 5  # that end in a row without a step between them
@@ -59,6 +60,7 @@ class Charge:
 
 def main(fd: int) -> None:
     """Of the warm process: by now all is imported."""
+    birth.passed("imports_s")
     set_title("ef-warm")
     line = orders.Packets(socket.socket(fileno=fd), orders.TO_WARM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
