@@ -84,8 +84,7 @@ def check_job(
     if job.loop is not None:
         faults = None if scenario is None else _arm(scenario, chaos or job.faults.scenario)
         return Checked(url, 0, _check_script(job.loop, where), 0, faults, warnings)
-    with saying_if_long(_what_is_made(job)):
-        found = made(job)
+    found = _made(job, made)
     warnings += found.remarks
     terms = {} if accept_changes else _terms(job, found)
     check_checkpoint(url, found.tensors, terms, job.steps)
@@ -99,9 +98,11 @@ def check_job(
     )
 
 
-def _what_is_made(job: Job) -> str:
-    what = "model and data are made, to check them"
-    return f"{what} ({', '.join(imports)})" if (imports := job.imports()) else what
+def _made(job: Job, made: Callable[[Job], ModelAndData]) -> ModelAndData:
+    """The user's code may take its time: it is said then which is imported."""
+    of = f" ({', '.join(imports)})" if (imports := job.imports()) else ""
+    with saying_if_long(f"model and data are made, to check them{of}"):
+        return made(job)
 
 
 def _terms(job: Job, found: ModelAndData) -> dict[str, Any]:
