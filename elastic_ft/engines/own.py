@@ -61,8 +61,9 @@ class OwnEngine(OwnStep):
         for number, optimizer in enumerate(self.optimizers):
             if any(optimizer.state.values()):
                 raise ConfigError(
-                    "prepare: the optimizer has stepped already, and ranks may differ: prepare it "
-                    "before its first step"
+                    "prepare: the optimizer has stepped already, or has loaded the state of one "
+                    "that has: prepare it before its first step, and leave out what loads the "
+                    "script's own checkpoint (the job goes on from its own)"
                 )
             mine = [p for group in optimizer.param_groups for p in group["params"]]
             if any(id(p) not in owners for p in mine):

@@ -14,7 +14,7 @@ from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.before import BeforeSteps
-from elastic_ft.training.each import MicroTurns, as_batch, body_of, not_counted
+from elastic_ft.training.each import MicroTurns, as_batch, body_of, go_over, is_another, not_counted
 from elastic_ft.training.epochs import EpochSpan, begin_loop, check_through, last_step, span_of
 from elastic_ft.training.forgotten import Forgotten
 from elastic_ft.training.found import watch
@@ -175,7 +175,8 @@ class Context(BeforeSteps):
         ``ctx.backward``, so that what comes after it is there once for each attempt at the step.
         ``zero_grad`` may stand anywhere. Raises ConfigError.
 
-        over: the loader, or what goes over it batch by batch (a progress bar).
+        over: the loader, or what goes over it batch by batch (a progress bar). A loader of other
+            data is gone over as by ``for``, in every process: no step is made of it.
         whole: the function gets the batch, as with ``step``.
         enumerated: as ``enumerate(loader)``: the batch's number comes first, from 0 in each epoch.
         """
@@ -183,6 +184,9 @@ class Context(BeforeSteps):
         given = prepared if over is None else not_counted(over)
 
         def run(function: Callable[..., Any]) -> Callable[..., Any]:
+            if is_another(over, prepared):
+                go_over(over, enumerated, function)
+                return function
             body = body_of(function, enumerated, prepared.is_drawn and not whole)
 
             def make(batch: Batch) -> None:

@@ -14,8 +14,11 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.batch import Batch
+from elastic_ft.training.loader import Loader
 
 
 class NextMicroBatch(BaseException):  # no Exception: a script's own ``except`` lets it through
@@ -100,6 +103,18 @@ def as_batch(given: Any) -> Batch:
         f"gives its batches (a progress bar), found a {type(given).__name__}; for "
         "enumerate(loader) say enumerated=True: who joins in the middle of an epoch counts on there"
     )
+
+
+def is_another(over: Any, trained_on: Loader) -> bool:
+    """Whether it is a loader of data that is not trained on: held-out data."""
+    return isinstance(over, DataLoader) and over.dataset is not trained_on.dataset
+
+
+def go_over(over: Iterable[Any], enumerated: bool, function: Callable[..., Any]) -> None:
+    """A plain loop, in every process: no step is made of it. Raises ConfigError."""
+    body = body_of(function, enumerated, may_take_none=False)
+    for place, batch in enumerate(over):
+        body(place, batch)
 
 
 def not_counted(over: Iterable[Any]) -> Iterable[Any]:

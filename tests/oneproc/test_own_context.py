@@ -299,6 +299,26 @@ def test_each_refuses_what_gives_no_batches(over: Any) -> None:
         ctx.each(over)(lambda batch: None)
 
 
+def test_each_goes_over_held_out_data_as_a_plain_loop() -> None:
+    """A trainer's one method for both, its ``train`` False: no step is made of it."""
+    ctx, _ = context()
+    seen: list[tuple[int, list[float]]] = []
+    held_out = DataLoader([1.0, 2.0, 3.0], batch_size=2)
+
+    @ctx.each(held_out, enumerated=True)
+    def look(place: int, batch: torch.Tensor) -> None:
+        seen.append((place, batch.tolist()))
+        assert not ctx.running_step
+
+    assert seen == [(0, [1.0, 2.0]), (1, [3.0])]
+
+
+def test_each_refuses_the_loader_of_before_prepare() -> None:
+    ctx, loader = context()
+    with pytest.raises(ConfigError, match="expected the loader that ctx.prepare has returned"):
+        ctx.each(DataLoader(loader.dataset, batch_size=2))(lambda batch: None)
+
+
 def test_a_body_that_sets_a_name_of_the_lines_outside_is_told() -> None:
     count = 0
 
