@@ -315,7 +315,7 @@ def test_each_goes_over_held_out_data_as_a_plain_loop() -> None:
 
 def test_each_refuses_the_loader_of_before_prepare() -> None:
     ctx, loader = context()
-    with pytest.raises(ConfigError, match="expected the loader that ctx.prepare has returned"):
+    with pytest.raises(ConfigError, match=r"expected the loader that ctx\.prepare has returned"):
         ctx.each(DataLoader(loader.dataset, batch_size=2))(lambda batch: None)
 
 
