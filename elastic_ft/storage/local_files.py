@@ -10,8 +10,9 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_ft.storage.kinds import PIECE_BYTES, Bytes
 
@@ -20,6 +21,14 @@ PRIVATE = ("job.yaml", "inbox.jsonl")  # of a run folder: may hold what is nobod
 PRIVATE_BEGIN = "submission-"
 SYNC_BYTES = 64 << 20  # no longer than that is a disk, or a server, waited for at a time
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class Part(NamedTuple):
+    """Of a file that is open."""
+
+    file: FileIO
+    start: int
+    nbytes: int
 
 
 class Local:
@@ -81,21 +90,11 @@ class Local:
                 yield piece
                 start += len(piece)
 
-    def pieces(self, key: str, start: int, end: int | None) -> tuple[int, Iterator[bytes]]:
-        """As ``stream``, and how many bytes they are together, of the file as it is now."""
+    def part(self, key: str, start: int, end: int | None) -> Part:
+        """Of the file as it is now."""
         file = (self._root / key).open("rb", buffering=0)
         size = os.fstat(file.fileno()).st_size
-        nbytes = max(0, (size if end is None else min(end, size)) - start)
-
-        def each() -> Iterator[bytes]:
-            with file:
-                file.seek(start)
-                left = nbytes
-                while left and (piece := file.read(min(PIECE_BYTES, left))):
-                    left -= len(piece)
-                    yield piece
-
-        return nbytes, each()
+        return Part(file, start, max(0, (size if end is None else min(end, size)) - start))
 
     def size(self, key: str, timeout_s: float) -> int:
         path = self._root / key

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ft.storage.kinds import PIECE_BYTES
-from elastic_ft.storage.local_files import Local
+from elastic_ft.storage.local_files import Local, Part
 
 LOOK_EVERY_S = 1.0  # whether who it works for is there
 NO_LIMIT_S = 0.0  # who asks knows how long it waits
 LENGTH_BYTES = 8
+ENDED = "the process that asks the file system has ended"
 
 
 def main(control_fd: int, parent: int) -> None:
@@ -72,11 +73,11 @@ def serve_call(line: socket.socket) -> None:
         asked = receive_message(line)
         answer, content = DO[asked["do"]](Local(Path(asked["root"])), asked, line)
     except OSError as error:
-        answer, content = {"error": _why(error)}, iter(())
+        answer, content = {"error": _why(error)}, None
     with contextlib.suppress(OSError):  # nobody waits any more
         send_message(line, answer)
-        for piece in content:
-            line.sendall(piece)
+        if content is not None:
+            line.sendfile(content.file, content.start, content.nbytes)  # by the kernel
 
 
 def _why(error: OSError) -> list[Any]:
@@ -84,35 +85,35 @@ def _why(error: OSError) -> list[Any]:
     return [number, error.strerror or str(error), str(error.filename or "")]
 
 
-CallAnswer = tuple[dict[str, Any], Iterator[bytes]]
+CallAnswer = tuple[dict[str, Any], Part | None]
 
 
 def _put(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
     files.put(asked["key"], _received(line, asked["bytes"]), NO_LIMIT_S)
-    return {}, iter(())
+    return {}, None
 
 
 def _create(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
-    data = b"".join(_received(line, asked["bytes"]))
-    return {"found": files.create(asked["key"], data, NO_LIMIT_S)}, iter(())
+    data = bytes(receive_bytes(line, asked["bytes"]))
+    return {"found": files.create(asked["key"], data, NO_LIMIT_S)}, None
 
 
 def _read(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
-    nbytes, pieces = files.pieces(asked["key"], asked["start"] or 0, asked["end"])
-    return {"bytes": nbytes}, pieces
+    part = files.part(asked["key"], asked["start"] or 0, asked["end"])
+    return {"bytes": part.nbytes}, part if part.nbytes else None
 
 
 def _size(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
-    return {"found": files.size(asked["key"], NO_LIMIT_S)}, iter(())
+    return {"found": files.size(asked["key"], NO_LIMIT_S)}, None
 
 
 def _list(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
-    return {"found": files.list(asked["key"], NO_LIMIT_S)}, iter(())
+    return {"found": files.list(asked["key"], NO_LIMIT_S)}, None
 
 
 def _delete(files: Local, asked: dict[str, Any], line: socket.socket) -> CallAnswer:
     files.delete(asked["key"], NO_LIMIT_S)
-    return {}, iter(())
+    return {}, None
 
 
 DO: dict[str, Callable[[Local, dict[str, Any], socket.socket], CallAnswer]] = {
@@ -125,14 +126,16 @@ DO: dict[str, Callable[[Local, dict[str, Any], socket.socket], CallAnswer]] = {
 }
 
 
-def _received(line: socket.socket, nbytes: int) -> Iterator[bytes]:
-    """What is to be written. Raises ConnectionResetError where not all of it comes."""
+def _received(line: socket.socket, nbytes: int) -> Iterator[memoryview]:
+    """What is to be written: each piece is gone with the next. Raises ConnectionResetError where
+    not all of it comes."""
+    buffer = memoryview(bytearray(min(nbytes, PIECE_BYTES)))
     while nbytes:
-        piece = line.recv(min(nbytes, PIECE_BYTES))
-        if not piece:
+        count = line.recv_into(buffer[:nbytes])
+        if not count:
             raise ConnectionResetError("who asked has ended")
-        nbytes -= len(piece)
-        yield piece
+        nbytes -= count
+        yield buffer[:count]
 
 
 def send_message(line: socket.socket, said: dict[str, Any]) -> None:
@@ -154,6 +157,6 @@ def receive_bytes(line: socket.socket, nbytes: int) -> bytearray:
     while rest.nbytes:
         count = line.recv_into(rest[:PIECE_BYTES])
         if not count:
-            raise ConnectionResetError("the process that asks the file system has ended")
+            raise ConnectionResetError(ENDED)
         rest = rest[count:]
     return buffer

@@ -56,7 +56,7 @@ class Mounted:
         with self._call("read", key, silent_s, start=start, end=end) as call:
             left = call.answer()["bytes"]
             while left:
-                piece = bytes(call.receive(min(left, PIECE_BYTES)))
+                piece = call.receive_some(min(left, PIECE_BYTES))
                 left -= len(piece)
                 yield piece
 
@@ -118,6 +118,13 @@ class _Call:
         if "error" in found:
             raise OSError(*found["error"])
         return found
+
+    def receive_some(self, most: int) -> bytes:
+        """What there is, as soon as there is something."""
+        with self._waiting():
+            if not (piece := self._line.recv(most)):
+                raise ConnectionResetError(mount_helper.ENDED)
+            return piece
 
     def receive(self, nbytes: int) -> bytearray:
         with self._waiting():

@@ -79,10 +79,12 @@ class Command:
     What it starts has its mark in the environment: it may be nobody's child.
     """
 
+    program: tuple[str, ...] = ("-m", "elastic_ft.cli")
+
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder, self._mark = folder, uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "elastic_ft.cli", *arguments],
+            [sys.executable, *self.program, *arguments],
             cwd=folder,
             env=os.environ | {MARK: self._mark},
             stdin=subprocess.DEVNULL,

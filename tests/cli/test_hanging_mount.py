@@ -22,6 +22,19 @@ from tests.storage.test_attach_in_s3 import JOB
 from tests.waiting import until
 
 pytestmark = [needs_root, pytest.mark.timeout(280)]
+SHORT_S = 2.0  # in place of the 10 s that a command lets a store be silent
+COMMAND = f"""
+from elastic_ft.observe import alive, run_reader
+alive.READ_DEADLINE_S = run_reader.READ_DEADLINE_S = {SHORT_S}
+from elastic_ft.cli.app import main
+main()
+"""
+
+
+class Hurried(Command):
+    """``elastic-ft`` that gives a read up sooner."""
+
+    program = ("-c", COMMAND)
 
 
 @pytest.fixture
@@ -51,13 +64,13 @@ def running(mount: Disk) -> Iterator[RunFolder]:
 def test_stop_ends_while_the_disk_is_frozen(mount: Disk, running: RunFolder) -> None:
     """It asked for ever, and could not be killed."""
     mount.freeze()
-    stop = Command(mount.point.parent, "stop", running.url, "--timeout", "5")
+    stop = Hurried(mount.point.parent, "stop", running.url, "--timeout", "3")
     code, out, err = stop.finish()
     assert mount.thaw(), "it was frozen till then"
     assert code == FAILED
     assert "is tried again: cannot write" in out
     (line,) = err.splitlines()
-    assert "not stopped after 5 s; it could not be asked: cannot write" in line
+    assert "not stopped after 3 s; it could not be asked: cannot write" in line
 
 
 def test_what_was_recorded_meanwhile_is_there_when_the_disk_is(
@@ -78,8 +91,8 @@ def test_what_was_recorded_meanwhile_is_there_when_the_disk_is(
 def test_where_nothing_can_be_read_a_line_says_so(tmp_path: Path, command: str) -> None:
     """Nothing came, for ever."""
     with silent(tmp_path) as point:
-        more = ("--timeout", "5") if command == "stop" else ()
-        code, _, err = Command(tmp_path, command, str(point / "run"), *more).finish()
+        more = ("--timeout", "3") if command == "stop" else ()
+        code, _, err = Hurried(tmp_path, command, str(point / "run"), *more).finish()
     (line,) = err.splitlines()
     assert code in (FAILED, BAD_USAGE)
     assert "the file system has not answered for" in line

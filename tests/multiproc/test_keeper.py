@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from chaos.s3_server import S3Server, s3_server
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.assignment import Keeper
 from elastic_ft.faults import PointFault
-from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
+from tests.multiproc.harness import PATIENT, Gate, Run, host_of, make_job, run_job
 from tests.multiproc.test_state import KillNodes
+
+# Step 5 is behind the gate: of two workers, each takes twice as many samples of a step.
+FOUR: dict[str, Any] = {"workers": 4, "after_step": 4}
+TWO: dict[str, Any] = {"workers": 2, "after_step": 8}
 
 
 def alone(**sections: Any) -> dict[str, Any]:
@@ -129,8 +135,12 @@ def test_a_killed_keeper_disturbs_nobody_and_is_replaced(tmp_path: Path, undistu
     assert [r["cause"] for r in run.recoveries] == ["worker_lost", "worker_joined"], run.story()
 
 
-def test_a_keeper_that_comes_late_has_a_snapshot_at_once(tmp_path: Path, undisturbed: Run) -> None:
+@pytest.mark.parametrize("is_in_s3", [False, True], ids=["on_a_disk", "in_s3"])
+def test_a_keeper_that_comes_late_has_a_snapshot_at_once(
+    tmp_path: Path, undisturbed: Run, request: pytest.FixtureRequest, is_in_s3: bool
+) -> None:
     """None is due for long when it comes, and what the one before it had is gone."""
+    url = request.getfixturevalue("s3").url("late") if is_in_s3 else None
     keepers: list[Keeper] = []
     fault = PointFault("backward", worker="w0", step=11)
     gate = Gate(tmp_path / "gate")
@@ -139,15 +149,57 @@ def test_a_keeper_that_comes_late_has_a_snapshot_at_once(tmp_path: Path, undistu
         state = controller.state
         if not keepers and state.committed == 1 and 4 in state.pending and "n0" in state.keepers:
             keepers.append(state.keepers["n0"])
-            os.kill(controller.host.keeper_of("n0"), signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(host_of(controller).keeper_of("n0"), signal.SIGKILL)
         if keepers and state.keepers.get("n0") not in (None, keepers[0]):
             gate(controller)
 
-    job = gate.job("fsdp", after_step=4, snapshot={"copies": 1, "every_steps": 50})
-    run = run_job(job, tmp_path / "run", faults=[fault], watch=watch).check()
+    snapshot, out = {"copies": 1, "every_steps": 50}, tmp_path / "run"
+    job = gate.job("fsdp", **(TWO if is_in_s3 else FOUR), snapshot=snapshot)
+    run = run_job(job, out, faults=[fault], watch=watch, folder_url=url).check()
     run.same_losses_as(undisturbed)
     first = run.recoveries[0]
     assert first["source"] == "keeper" and first["steps_redone"] <= 6, run.story()
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with s3_server(tmp_path / "s3") as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def test_a_keeper_that_stood_still_for_a_while_has_the_next_snapshot(
+    tmp_path: Path, undisturbed: Run, s3: S3Server
+) -> None:
+    """Not for long enough to be judged, and between two snapshots: training went on. (One that is
+    due meanwhile is waited for, until it is judged.)"""
+    sent: list[signal.Signals] = []
+    fault = PointFault("backward", worker="w0", step=11)
+    gate = Gate(tmp_path / "gate")
+
+    def watch(controller: Controller) -> None:
+        state = controller.state
+        if not sent and 4 in state.pending and "n0" in state.keepers:
+            send(controller, signal.SIGSTOP)
+        if sent == [signal.SIGSTOP] and max(state.pending, default=0) >= 6:
+            send(controller, signal.SIGCONT)
+        if sent:
+            gate(controller)
+
+    def send(controller: Controller, signum: signal.Signals) -> None:
+        sent.append(signum)
+        os.kill(host_of(controller).keeper_of("n0"), signum)
+
+    snapshot = {"copies": 1, "every_steps": 8}
+    job = gate.job("fsdp", **TWO, snapshot=snapshot, elastic=PATIENT)
+    out, url = tmp_path / "run", s3.url("stood-still")
+    run = run_job(job, out, faults=[fault], watch=watch, folder_url=url).check()
+    run.same_losses_as(undisturbed)
+    assert sent == [signal.SIGSTOP, signal.SIGCONT]
+    assert not run.all("keeper_lost") and len(run.all("keeper_ready")) == 2, run.story()
+    first = run.recoveries[0]
+    assert first["source"] == "keeper" and first["steps_redone"] <= 5, run.story()
 
 
 @pytest.mark.parametrize("copies", [2, 1])

@@ -16,6 +16,7 @@ from trial import NODES, Trial
 from elastic_ft.hosts.ray import worker_actor
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.trainer import ElasticTrainer
+from elastic_ft.storage import mounts
 
 # Before the nodes start: their workers import the tests' train loops from here.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -30,10 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def four_nodes() -> Iterator[LocalCluster]:
-    with LocalCluster(NODES) as cluster:
-        cluster.connect()
-        yield cluster
+def four_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    may_hang = tmp_path_factory.mktemp("mounts") / "disk"  # of tests that make one there
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(mounts.NAMED, str(may_hang))
+        with LocalCluster(NODES) as cluster:
+            cluster.connect()
+            yield cluster
     wait_for(lambda: not left_of_ray(), 30, "no process of Ray's is left")
 
 
