@@ -49,6 +49,7 @@ FIRST = {  # what knows most of a file
     "follower.py": ("core/test_follower.py",),
     "adoption.py": ("core/test_adoption.py",),
     "keepers.py": ("core/test_keepers.py", "core/test_forgetting.py"),
+    "rescuing.py": ("core/test_rescuing.py",),
 }
 
 
