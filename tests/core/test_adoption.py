@@ -32,6 +32,7 @@ from elastic_ft.core.events import (
     KeeperReturned,
     ResizeRequested,
     ShardsWritten,
+    StepHeld,
     StopRequested,
     WorkerDone,
     WorkerLost,
@@ -196,6 +197,44 @@ def test_a_number_heard_while_nothing_trains_is_passed_over() -> None:
     assert assignment_in(script.ready("d", "n1")).generation == 6
 
 
+def test_a_number_heard_by_who_is_lost_since_is_not_used_again() -> None:
+    script = Script(POLICY)
+    script.ready("a", "n1")
+    changed(script)
+    returned(script, "a", newest=5)
+    script.tell(ControllerChanged, 3, "")
+    script.tell(WorkerLost, "a", "killed")
+    script.ready("b", "n1")
+    assert assignment_in(script.fire("gather")).generation == 6
+
+
+def test_who_has_heard_of_a_later_pause_is_not_asked_for_an_older_one() -> None:
+    """It is fenced already: it would answer nothing, and be killed for that."""
+    script = trained()
+    script.tell(WorkerLost, "c", "killed")
+    changed(script)
+    (pause, _) = returned(script, "b", newest=5)
+    assert isinstance(pause, PauseWorkers)
+    assert (pause.generation, pause.workers) == (6, ("a", "b"))
+
+
+def test_a_boundary_that_nobody_could_tell_of_is_waited_for_anew() -> None:
+    script = trained()
+    script.tell(ResizeRequested, 2, "r")
+    script.now_s += 600
+    changed(script)
+    (timer,) = script.fire("boundary")
+    assert timer == StartTimer("boundary", 2, script.policy.boundary_timeout_s - 1)
+
+
+def test_a_clock_that_is_set_back_gives_nobody_more_than_the_full_time() -> None:
+    script = trained()
+    script.tell(WorkerLost, "c", "killed")
+    changed(script)
+    script.now_s -= 1000
+    assert script.fire("pause") == [StartTimer("pause", 2, 10)]
+
+
 def test_timers_of_who_was_to_answer_begin_anew_with_the_controller() -> None:
     script = trained()
     script.tell(WorkerLost, "c", "killed")
@@ -253,6 +292,7 @@ def test_a_keeper_whose_line_alone_ended_is_used_again() -> None:
     script.tell(KeeperLost, "n2")
     assert script.tell(KeeperReturned, keeper_on("n2")) == [UseKeeper("c", keeper_on("n2"))]
     assert list(script.state.keepers) == ["n1", "n2"]
+    assert not script.state.left.awaited, "c lives"
 
 
 def test_another_keeper_of_that_node_is_a_new_one() -> None:
@@ -372,6 +412,23 @@ def test_what_was_dropped_is_not_taken_for_news() -> None:
     assert not script.state.left.shards
     assert script.tell(KeeperHolds, "n2", "c", (old,)) == []
     assert not script.state.left.shards
+    new = script.holding(3, 2, Tier.KEEPER)
+    script.tell(KeeperHolds, "n2", "c", (new,))
+    assert script.state.left.shards == {("n2", "c"): (new,)}
+
+
+def test_a_keeper_that_has_told_all_is_not_waited_for_again() -> None:
+    """c says that it holds the same, and is heard later than its keeper."""
+    script = trained(keepers=True)
+    changed(script)
+    returned(script, "a", "b", "c")
+    for worker in "abc":
+        script.applied(worker, 3)
+    held = script.holding(3, 2, Tier.KEEPER)
+    script.tell(KeeperHolds, "n2", "c", (held,))
+    script.tell(StepHeld, "c", 1, 3)
+    script.tell(WorkerLost, "c", "crashed")
+    assert script.state.left.shards == {("n2", "c"): (held,)} and not script.state.left.awaited
 
 
 def test_a_keeper_that_calls_late_is_waited_for() -> None:

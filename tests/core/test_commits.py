@@ -25,6 +25,7 @@ from elastic_ft.core.events import (
     WorkerLost,
 )
 from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import CLOSED_KEPT
 from tests.core.script import Script, assignment_in
 
 
@@ -203,7 +204,17 @@ def test_a_checkpoint_is_published_when_all_shards_are_written() -> None:
     assert write(script, 1, "a") == []
     assert write(script, 1, "b") == publishing(1, 1)
     script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
-    assert [ref.step for ref in script.state.checkpoints] == [1]
+    assert [(ref.step, ref.generation) for ref in script.state.checkpoints] == [(1, 1)]
+
+
+def test_a_checkpoint_has_the_tensors_of_all_who_wrote() -> None:
+    """Of a model in stages each has others."""
+    script = ddp()
+    script.train(1)
+    first, second = {"0.weight": ("float32", (2,))}, {"1.weight": ("float32", (3,))}
+    script.tell(ShardsWritten, "a", 1, 1, ({"of": "a"},), first)
+    commit = script.tell(ShardsWritten, "b", 1, 1, ({"of": "b"},), second)[0]
+    assert commit == CommitCheckpoint(1, 1, BOTH, first | second)
 
 
 def test_no_checkpoint_is_ahead_of_the_record() -> None:
@@ -296,6 +307,33 @@ def test_told_twice_an_upload_does_not_begin_again() -> None:
     script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
     assert write(script, 1, "a") == []
     assert script.state.uploads.attempts == ()
+
+
+def test_told_again_long_after_its_end_an_upload_does_not_begin_again() -> None:
+    """Of the last ones alone it is known that they have ended; what is older has, too."""
+    script = ddp()
+    for number in range(1, CLOSED_KEPT + 2):
+        script.train(number)
+        write(script, number, "a", "b")
+        script.tell(CheckpointCommitted, number, f"s3://b/{number}", 10, 0.1)
+    assert write(script, 1, "a") == []
+    assert script.state.uploads.attempts == ()
+
+
+def test_what_is_being_published_outlasts_generations_and_nothing_else_does() -> None:
+    script = ddp()
+    script.train(1)
+    write(script, 1, "a", "b")
+    script.train(2)
+    write(script, 2, "a")
+    commands = []
+    for number in (2, 3, 4, 5):
+        commands += regroup(script, number, number)
+        script.train(number + 1)
+    abandoned = [c for c in commands if isinstance(c, AbandonCheckpoint)]
+    assert abandoned == [AbandonCheckpoint(2, 1, "its generation is too old")]
+    script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
+    assert [ref.step for ref in script.state.checkpoints] == [1]
 
 
 def test_a_step_gets_one_checkpoint() -> None:

@@ -87,6 +87,8 @@ def test_a_checkpoint_is_asked_for_when_it_is_due_and_something_is_new() -> None
     assert due(script) == [], "nothing is committed yet"
     script.train(1)
     assert due(script) == [TakeCheckpoint("a")]
+    script.tell(ShardsWritten, "a", 1, 1, ({"of": "a"},))
+    assert due(script) == [], "b is still writing"
 
 
 def test_a_checkpoint_that_takes_longer_is_written_less_often() -> None:

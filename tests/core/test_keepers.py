@@ -15,6 +15,7 @@ from elastic_ft.core.commands import (
 )
 from elastic_ft.core.events import (
     CollectiveFailed,
+    ControllerChanged,
     KeeperHolds,
     KeeperLost,
     NodeLost,
@@ -247,6 +248,24 @@ def test_committed_steps_are_not_given_up_before_the_keeper_has_told() -> None:
     assert script.fire("keeper") == []
 
 
+def test_a_keeper_that_can_have_nothing_newer_is_not_waited_for() -> None:
+    """c had no rank any more when steps 11 and 12 were trained."""
+    script = Script(Policy(1, 4, multiple_of=2), REF)
+    for node in ("n1", "n2", "n3"):
+        script.keeper(node)
+    script.run(a="n1", b="n2", c="n3", d="n4")
+    script.tell(WorkerLost, "d", "killed")
+    survivors_pause(script, 10, "a", "b", "c")
+    script.resume()
+    script.train(11, 12)
+    for node in ("n1", "n2"):
+        script.tell(NodeLost, node, "power")
+    script.tell(WorkerLost, "c", "killed")
+    assert ("n3", "c") in script.state.left.awaited
+    script.ready("e", "n5")
+    assert assignment_in(script.ready("f", "n5")).source.step == 10
+
+
 def test_the_wait_ends_when_it_has_nothing_newer() -> None:
     commands = waiting().tell(KeeperHolds, "n2", "b", ())
     assert isinstance(commands[1], RollBack) and commands[1].step == 10
@@ -261,6 +280,14 @@ def test_the_wait_ends_by_its_deadline_and_what_comes_later_is_dropped() -> None
     assert assignment_in(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
     assert tells(script, "b", "n2", 12) == [DropKept("n2", "b")]
     assert script.state.left.shards == {}
+
+
+def test_the_wait_begins_anew_with_the_next_controller() -> None:
+    """Nobody was there for the keeper to tell."""
+    script = waiting()
+    script.now_s += 60
+    script.tell(ControllerChanged, 2)
+    assert script.fire("keeper") == [StartTimer("keeper", 2, 9)]
 
 
 def test_the_wait_ends_with_the_keeper_or_the_node() -> None:
@@ -283,10 +310,40 @@ def test_a_keeper_lost_while_it_is_read_from_is_not_waited_for() -> None:
         )
 
 
+def test_a_node_lost_with_a_member_and_what_is_read_opens_one_generation() -> None:
+    script = Script(Policy(1, 3, strategy="fsdp", copies=1), REF)
+    script.keeper("n2")
+    script.run(a="n1", b="n2", c="n2").train(11)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 11)
+    assert assignment_in(survivors_pause(script, 11, "a", "c")).source.tier is Tier.KEEPER
+    commands = script.tell(NodeLost, "n2", "power")
+    assert [c.generation for c in commands if isinstance(c, PauseWorkers)] == [3]
+
+
 def test_any_other_keeper_lost_while_forming_disturbs_nobody() -> None:
     script = reading_from_n2()
     assert script.tell(KeeperLost, "n3") == []
     assert script.state.phase == "forming"
+
+
+def test_one_whose_node_has_a_longer_name_is_another_keeper() -> None:
+    script = Script(Policy(1, 2, strategy="fsdp", copies=1), REF)
+    script.keeper("n1")
+    script.keeper("n12")
+    script.run(a="n1", b="n12").train(11)
+    script.tell(WorkerLost, "b", "killed")
+    script.tell(KeeperHolds, "n12", "b", (script.holding(11, 1, Tier.KEEPER),))
+    assert assignment_in(script.paused("a", script.live("a", 11))).source.tier is Tier.KEEPER
+    assert script.tell(KeeperLost, "n1") == []
+    assert script.state.phase == "forming"
+
+
+def test_a_keeper_lost_once_it_has_been_read_from_disturbs_nobody() -> None:
+    script = reading_from_n2()
+    script.resume()
+    assert script.tell(KeeperLost, "n2") == []
+    assert script.state.phase == "running"
 
 
 def test_why_a_keeper_is_lost_is_journalled() -> None:
@@ -322,6 +379,17 @@ def test_a_keeper_that_starts_again_has_nothing() -> None:
     tells(script, "b", "n2", 11)
     script.keeper("n2")
     assert assignment_in(survivors_pause(script, 11, "a", "c")).source.step == 10
+
+
+def test_what_the_keeper_before_had_told_is_not_the_word_of_this_one() -> None:
+    script = kept_here()
+    script.train(1, 2)
+    tells(script, "b", "n2", 2)
+    script.keeper("n2")
+    script.train(3)
+    script.tell(WorkerLost, "b", "killed")
+    assert survivors_pause(script, 3, "a", "c") == [StartTimer("keeper", 2, 10)]
+    assert assignment_in(tells(script, "b", "n2", 3)).source.step == 3
 
 
 def test_a_world_that_waits_for_workers_waits_for_keepers_too() -> None:
