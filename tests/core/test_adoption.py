@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_ft.core import events as ev
-from elastic_ft.core.assignment import Keeper, Member, Tier
+from elastic_ft.core.assignment import Tier
 from elastic_ft.core.commands import (
     Bench,
     CommitCheckpoint,
@@ -38,11 +38,7 @@ from elastic_ft.core.events import (
     WorkerLost,
     WorkerReturned,
 )
-from elastic_ft.core.hangs import Progress
 from elastic_ft.core.policy import Policy
-from elastic_ft.core.records import Adoption
-from elastic_ft.core.state import State
-from elastic_ft.core.table import Table
 from tests.core.script import Script, assignment_in, keeper_on
 
 POLICY = Policy(min_workers=1, max_workers=3, strategy="fsdp")
@@ -214,8 +210,7 @@ def test_who_has_heard_of_a_later_pause_is_not_asked_for_an_older_one() -> None:
     script.tell(WorkerLost, "c", "killed")
     changed(script)
     (pause, _) = returned(script, "b", newest=5)
-    assert isinstance(pause, PauseWorkers)
-    assert (pause.generation, pause.workers) == (6, ("a", "b"))
+    assert isinstance(pause, PauseWorkers) and pause.generation == 6
 
 
 def test_a_boundary_that_nobody_could_tell_of_is_waited_for_anew() -> None:
@@ -223,8 +218,7 @@ def test_a_boundary_that_nobody_could_tell_of_is_waited_for_anew() -> None:
     script.tell(ResizeRequested, 2, "r")
     script.now_s += 600
     changed(script)
-    (timer,) = script.fire("boundary")
-    assert timer == StartTimer("boundary", 2, script.policy.boundary_timeout_s - 1)
+    assert script.fire("boundary") == [StartTimer("boundary", 2, POLICY.boundary_timeout_s - 1)]
 
 
 def test_a_clock_that_is_set_back_gives_nobody_more_than_the_full_time() -> None:
@@ -454,17 +448,3 @@ def test_a_checkpoint_is_begun_by_who_can_hear_it() -> None:
     assert script.fire("checkpoint") == [StartTimer("checkpoint", 1, 2)]
     returned(script, "a", "b", "c")
     assert TakeCheckpoint("a") in script.fire("checkpoint")
-
-
-def test_who_has_still_to_call_is_not_taken_for_hung() -> None:
-    """Those of a stopped controller hear of the next one by the silence alone."""
-    member = Member("w0", "n0", "host", 1)
-    keeper = Keeper("n0", ("host", 1))
-    waiting = Adoption(2, 0.0, Table({"w0": None}), Table({"n0": None}))
-    state = State(phase="running", ready=Table({"w0": member}), keepers={"n0": keeper})
-    progress = Progress(60.0, 1.0)
-    for adoption, hung in ((waiting, False), (None, True)):
-        state = replace(state, adoption=adoption)
-        for now_s in (0.0, 10.0) if adoption else (12.0,):
-            assert bool(progress.judge(state, now_s).hung) == hung, now_s
-            assert bool(progress.silent_keepers(state, now_s)) == hung, now_s

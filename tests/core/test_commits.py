@@ -207,16 +207,6 @@ def test_a_checkpoint_is_published_when_all_shards_are_written() -> None:
     assert [(ref.step, ref.generation) for ref in script.state.checkpoints] == [(1, 1)]
 
 
-def test_a_checkpoint_has_the_tensors_of_all_who_wrote() -> None:
-    """Of a model in stages each has others."""
-    script = ddp()
-    script.train(1)
-    first, second = {"0.weight": ("float32", (2,))}, {"1.weight": ("float32", (3,))}
-    script.tell(ShardsWritten, "a", 1, 1, ({"of": "a"},), first)
-    commit = script.tell(ShardsWritten, "b", 1, 1, ({"of": "b"},), second)[0]
-    assert commit == CommitCheckpoint(1, 1, BOTH, first | second)
-
-
 def test_no_checkpoint_is_ahead_of_the_record() -> None:
     script = fsdp()
     script.train(1, held=False)
@@ -458,12 +448,3 @@ def test_one_alone_holds_nothing_and_commits_at_once() -> None:
     script = Script(Policy(1, 1, strategy="fsdp")).run(a="n1")
     assert script.assignment.source.tier is Tier.INITIAL
     assert recorded(script.applied("a", 1)) == [1]
-
-
-def test_commits_out_of_order_do_not_forget_the_newest_checkpoint() -> None:
-    script = Script(Policy(1, 2, keep_last=1))
-    script.run(a="n1", b="n2")
-    script.train(1, 2)
-    script.tell(CheckpointCommitted, 2, "two", 10, 1.0)
-    script.tell(CheckpointCommitted, 1, "one", 10, 1.0)
-    assert [ref.url for ref in script.state.checkpoints] == ["two"]
