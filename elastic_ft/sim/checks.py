@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Protocol
 
 from elastic_ft.core.assignment import Assignment, Tier, WorkerId
-from elastic_ft.core.commands import CommitCheckpoint, RecordStep, RollBack
+from elastic_ft.core.commands import AbandonCheckpoint, CommitCheckpoint, RecordStep, RollBack
 from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
@@ -39,6 +39,8 @@ class Truth(Protocol):
     def adopts(self) -> bool: ...
     @property
     def silenced(self) -> Sequence[CommitCheckpoint]: ...
+    @property
+    def publishing(self) -> Sequence[CommitCheckpoint]: ...
     @property
     def groups(self) -> Mapping[int, Group]: ...
     @property
@@ -332,6 +334,15 @@ def published(world: Truth, command: CommitCheckpoint) -> ComputedBy:
     require(len(lineage) == command.step, "I5", f"{what} holds step {len(lineage)}")
     same_history(world, lineage, what)
     return lineage
+
+
+def abandoned(world: Truth, command: AbandonCheckpoint) -> None:
+    """I5: its shards are deleted, so nobody publishes it, or has."""
+    step, generation = command.step, command.generation
+    there = [c for c in world.store.good() if c.url.startswith(f"mem://{step}-{generation}-")]
+    asked = [c for c in world.publishing if (c.step, c.generation) == (step, generation)]
+    what = f"the checkpoint of step {step}, generation {generation}, is abandoned: {command.reason}"
+    require(not there and not asked, "I5", what)
 
 
 def finished(world: Truth, status: str, reason: str) -> None:

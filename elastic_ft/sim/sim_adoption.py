@@ -166,7 +166,13 @@ class SimAdoption:
         world.note(f"controller {number} wakes up")
         for command in undone:
             match command:
-                case cmd.RecordStep() | cmd.RollBack() | cmd.Journal() | cmd.FinishJob():
+                case (
+                    cmd.RecordStep()
+                    | cmd.RollBack()
+                    | cmd.AbandonCheckpoint()
+                    | cmd.Journal()
+                    | cmd.FinishJob()
+                ):
                     if world.store.may_write(number):
                         world.do(command, number)
                     else:

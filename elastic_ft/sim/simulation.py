@@ -187,6 +187,8 @@ class Simulation(Machines):
                 self.flushed = min(self.flushed, step)
             case cmd.CommitCheckpoint():
                 self._commit(command)
+            case cmd.AbandonCheckpoint():
+                checks.abandoned(self, command)
             case cmd.StartTimer(timer=name, generation=generation, after_s=after_s):
                 self.arm(name, generation, self.now_s + after_s)
             case cmd.FinishJob(status=status, reason=reason):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_ft.core import events as ev
-from elastic_ft.core.assignment import Keeper, Member, Tier
+from elastic_ft.core.assignment import Tier
 from elastic_ft.core.commands import (
     Bench,
     CommitCheckpoint,
@@ -32,16 +32,13 @@ from elastic_ft.core.events import (
     KeeperReturned,
     ResizeRequested,
     ShardsWritten,
+    StepHeld,
     StopRequested,
     WorkerDone,
     WorkerLost,
     WorkerReturned,
 )
-from elastic_ft.core.hangs import Progress
 from elastic_ft.core.policy import Policy
-from elastic_ft.core.records import Adoption
-from elastic_ft.core.state import State
-from elastic_ft.core.table import Table
 from tests.core.script import Script, assignment_in, keeper_on
 
 POLICY = Policy(min_workers=1, max_workers=3, strategy="fsdp")
@@ -196,6 +193,42 @@ def test_a_number_heard_while_nothing_trains_is_passed_over() -> None:
     assert assignment_in(script.ready("d", "n1")).generation == 6
 
 
+def test_a_number_heard_by_who_is_lost_since_is_not_used_again() -> None:
+    script = Script(POLICY)
+    script.ready("a", "n1")
+    changed(script)
+    returned(script, "a", newest=5)
+    script.tell(ControllerChanged, 3, "")
+    script.tell(WorkerLost, "a", "killed")
+    script.ready("b", "n1")
+    assert assignment_in(script.fire("gather")).generation == 6
+
+
+def test_who_has_heard_of_a_later_pause_is_not_asked_for_an_older_one() -> None:
+    """It is fenced already: it would answer nothing, and be killed for that."""
+    script = trained()
+    script.tell(WorkerLost, "c", "killed")
+    changed(script)
+    (pause, _) = returned(script, "b", newest=5)
+    assert isinstance(pause, PauseWorkers) and pause.generation == 6
+
+
+def test_a_boundary_that_nobody_could_tell_of_is_waited_for_anew() -> None:
+    script = trained()
+    script.tell(ResizeRequested, 2, "r")
+    script.now_s += 600
+    changed(script)
+    assert script.fire("boundary") == [StartTimer("boundary", 2, POLICY.boundary_timeout_s - 1)]
+
+
+def test_a_clock_that_is_set_back_gives_nobody_more_than_the_full_time() -> None:
+    script = trained()
+    script.tell(WorkerLost, "c", "killed")
+    changed(script)
+    script.now_s -= 1000
+    assert script.fire("pause") == [StartTimer("pause", 2, 10)]
+
+
 def test_timers_of_who_was_to_answer_begin_anew_with_the_controller() -> None:
     script = trained()
     script.tell(WorkerLost, "c", "killed")
@@ -253,6 +286,7 @@ def test_a_keeper_whose_line_alone_ended_is_used_again() -> None:
     script.tell(KeeperLost, "n2")
     assert script.tell(KeeperReturned, keeper_on("n2")) == [UseKeeper("c", keeper_on("n2"))]
     assert list(script.state.keepers) == ["n1", "n2"]
+    assert not script.state.left.awaited, "c lives"
 
 
 def test_another_keeper_of_that_node_is_a_new_one() -> None:
@@ -372,6 +406,23 @@ def test_what_was_dropped_is_not_taken_for_news() -> None:
     assert not script.state.left.shards
     assert script.tell(KeeperHolds, "n2", "c", (old,)) == []
     assert not script.state.left.shards
+    new = script.holding(3, 2, Tier.KEEPER)
+    script.tell(KeeperHolds, "n2", "c", (new,))
+    assert script.state.left.shards == {("n2", "c"): (new,)}
+
+
+def test_a_keeper_that_has_told_all_is_not_waited_for_again() -> None:
+    """c says that it holds the same, and is heard later than its keeper."""
+    script = trained(keepers=True)
+    changed(script)
+    returned(script, "a", "b", "c")
+    for worker in "abc":
+        script.applied(worker, 3)
+    held = script.holding(3, 2, Tier.KEEPER)
+    script.tell(KeeperHolds, "n2", "c", (held,))
+    script.tell(StepHeld, "c", 1, 3)
+    script.tell(WorkerLost, "c", "crashed")
+    assert script.state.left.shards == {("n2", "c"): (held,)} and not script.state.left.awaited
 
 
 def test_a_keeper_that_calls_late_is_waited_for() -> None:
@@ -397,17 +448,3 @@ def test_a_checkpoint_is_begun_by_who_can_hear_it() -> None:
     assert script.fire("checkpoint") == [StartTimer("checkpoint", 1, 2)]
     returned(script, "a", "b", "c")
     assert TakeCheckpoint("a") in script.fire("checkpoint")
-
-
-def test_who_has_still_to_call_is_not_taken_for_hung() -> None:
-    """Those of a stopped controller hear of the next one by the silence alone."""
-    member = Member("w0", "n0", "host", 1)
-    keeper = Keeper("n0", ("host", 1))
-    waiting = Adoption(2, 0.0, Table({"w0": None}), Table({"n0": None}))
-    state = State(phase="running", ready=Table({"w0": member}), keepers={"n0": keeper})
-    progress = Progress(60.0, 1.0)
-    for adoption, hung in ((waiting, False), (None, True)):
-        state = replace(state, adoption=adoption)
-        for now_s in (0.0, 10.0) if adoption else (12.0,):
-            assert bool(progress.judge(state, now_s).hung) == hung, now_s
-            assert bool(progress.silent_keepers(state, now_s)) == hung, now_s

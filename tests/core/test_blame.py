@@ -287,6 +287,16 @@ def test_so_does_damage_that_is_told_late() -> None:
     assert not script.state.suspects
 
 
+def test_so_does_what_a_users_code_raises() -> None:
+    script = world(2, room=1)
+    joined(script, "c")
+    generation = script.assignment.generation
+    script.tell(CollectiveFailed, "b", generation, 1, ERROR)
+    script.tell(WorkerRaised, "a", generation, 1, "ValueError")
+    pause(script)
+    assert not script.state.suspects
+
+
 def test_the_latest_joiner_is_not_blamed_for_the_one_before() -> None:
     script = world(2, room=2)
     joined(script, "c")

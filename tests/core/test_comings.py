@@ -21,6 +21,7 @@ from elastic_ft.core.events import (
     JobStarted,
     NodeDraining,
     NodeLost,
+    ResizeRequested,
     ShardsWritten,
     StopRequested,
     WorkerDone,
@@ -314,6 +315,16 @@ def test_user_code_that_raises_on_every_rank_has_failed_once() -> None:
     finish = script.tell(WorkerRaised, "b", 2, 5, "ValueError")[-1]
     assert isinstance(finish, FinishJob) and finish.status == "failed"
     assert finish.reason.startswith("b raised at step 5, 2 times in a row: ValueError")
+
+
+def test_what_raises_on_the_way_to_a_boundary_is_not_waited_for_there() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    script.tell(ResizeRequested, 2, "r")
+    assert script.state.phase == "pausing" and not script.state.abort
+    assert script.tell(WorkerRaised, "a", 1, 1, "ValueError") == [
+        PauseWorkers(2, ("a", "b", "c"), True, "a raised: ValueError"),
+        StartTimer("pause", 2, 10),
+    ]
 
 
 def test_retries_are_counted_until_a_step_goes_by() -> None:

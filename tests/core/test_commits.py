@@ -25,6 +25,7 @@ from elastic_ft.core.events import (
     WorkerLost,
 )
 from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import CLOSED_KEPT
 from tests.core.script import Script, assignment_in
 
 
@@ -203,7 +204,7 @@ def test_a_checkpoint_is_published_when_all_shards_are_written() -> None:
     assert write(script, 1, "a") == []
     assert write(script, 1, "b") == publishing(1, 1)
     script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
-    assert [ref.step for ref in script.state.checkpoints] == [1]
+    assert [(ref.step, ref.generation) for ref in script.state.checkpoints] == [(1, 1)]
 
 
 def test_no_checkpoint_is_ahead_of_the_record() -> None:
@@ -296,6 +297,33 @@ def test_told_twice_an_upload_does_not_begin_again() -> None:
     script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
     assert write(script, 1, "a") == []
     assert script.state.uploads.attempts == ()
+
+
+def test_told_again_long_after_its_end_an_upload_does_not_begin_again() -> None:
+    """Of the last ones alone it is known that they have ended; what is older has, too."""
+    script = ddp()
+    for number in range(1, CLOSED_KEPT + 2):
+        script.train(number)
+        write(script, number, "a", "b")
+        script.tell(CheckpointCommitted, number, f"s3://b/{number}", 10, 0.1)
+    assert write(script, 1, "a") == []
+    assert script.state.uploads.attempts == ()
+
+
+def test_what_is_being_published_outlasts_generations_and_nothing_else_does() -> None:
+    script = ddp()
+    script.train(1)
+    write(script, 1, "a", "b")
+    script.train(2)
+    write(script, 2, "a")
+    commands = []
+    for number in (2, 3, 4, 5):
+        commands += regroup(script, number, number)
+        script.train(number + 1)
+    abandoned = [c for c in commands if isinstance(c, AbandonCheckpoint)]
+    assert abandoned == [AbandonCheckpoint(2, 1, "its generation is too old")]
+    script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
+    assert [ref.step for ref in script.state.checkpoints] == [1]
 
 
 def test_a_step_gets_one_checkpoint() -> None:
@@ -420,12 +448,3 @@ def test_one_alone_holds_nothing_and_commits_at_once() -> None:
     script = Script(Policy(1, 1, strategy="fsdp")).run(a="n1")
     assert script.assignment.source.tier is Tier.INITIAL
     assert recorded(script.applied("a", 1)) == [1]
-
-
-def test_commits_out_of_order_do_not_forget_the_newest_checkpoint() -> None:
-    script = Script(Policy(1, 2, keep_last=1))
-    script.run(a="n1", b="n2")
-    script.train(1, 2)
-    script.tell(CheckpointCommitted, 2, "two", 10, 1.0)
-    script.tell(CheckpointCommitted, 1, "one", 10, 1.0)
-    assert [ref.url for ref in script.state.checkpoints] == ["two"]

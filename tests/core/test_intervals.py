@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_ft.core.commands import Command, StartTimer, TakeCheckpoint
+from elastic_ft.core.commands import Command, CommitCheckpoint, StartTimer, TakeCheckpoint
 from elastic_ft.core.events import CheckpointCommitted, CollectiveFailed, ShardsWritten
 from elastic_ft.core.intervals import (
     SNAPSHOT_INTERVALS,
@@ -87,6 +87,8 @@ def test_a_checkpoint_is_asked_for_when_it_is_due_and_something_is_new() -> None
     assert due(script) == [], "nothing is committed yet"
     script.train(1)
     assert due(script) == [TakeCheckpoint("a")]
+    script.tell(ShardsWritten, "a", 1, 1, ({"of": "a"},))
+    assert due(script) == [], "b is still writing"
 
 
 def test_a_checkpoint_that_takes_longer_is_written_less_often() -> None:
@@ -174,3 +176,25 @@ def test_noise_does_not_move_the_interval(seed: int) -> None:
         if ran:
             cadence.taken(step)
     assert len(changes) <= 5 and max(changes) <= 12, changes  # without care: 15, and 32
+
+
+# ------------------------------------------------------------------- what a checkpoint is of
+
+
+def test_a_checkpoint_has_the_tensors_of_all_who_wrote() -> None:
+    """Of a model in stages each has others."""
+    script = Script(Policy(1, 2)).run(a="n1", b="n2")
+    script.train(1)
+    first, second = {"0.weight": ("float32", (2,))}, {"1.weight": ("float32", (3,))}
+    script.tell(ShardsWritten, "a", 1, 1, ({"of": "a"},), first)
+    commit = script.tell(ShardsWritten, "b", 1, 1, ({"of": "b"},), second)[0]
+    assert commit == CommitCheckpoint(1, 1, ({"of": "a"}, {"of": "b"}), first | second)
+
+
+def test_commits_out_of_order_do_not_forget_the_newest_checkpoint() -> None:
+    script = Script(Policy(1, 2, keep_last=1))
+    script.run(a="n1", b="n2")
+    script.train(1, 2)
+    script.tell(CheckpointCommitted, 2, "two", 10, 1.0)
+    script.tell(CheckpointCommitted, 1, "one", 10, 1.0)
+    assert [ref.url for ref in script.state.checkpoints] == ["two"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from elastic_ft.core.assignment import Holding, Source, Tier
 from elastic_ft.core.commands import (
     DropKept,
@@ -15,6 +13,7 @@ from elastic_ft.core.commands import (
 )
 from elastic_ft.core.events import (
     CollectiveFailed,
+    ControllerChanged,
     KeeperHolds,
     KeeperLost,
     NodeLost,
@@ -23,7 +22,6 @@ from elastic_ft.core.events import (
     Unkept,
     WorkerLost,
 )
-from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
 from tests.core.left import (
     REF,
@@ -37,7 +35,6 @@ from tests.core.left import (
     reading_from_n2,
     survivors_pause,
     tells,
-    words_of_all,
 )
 from tests.core.script import Script, assignment_in, keeper_on
 
@@ -247,6 +244,24 @@ def test_committed_steps_are_not_given_up_before_the_keeper_has_told() -> None:
     assert script.fire("keeper") == []
 
 
+def test_a_keeper_that_can_have_nothing_newer_is_not_waited_for() -> None:
+    """c had no rank any more when steps 11 and 12 were trained."""
+    script = Script(Policy(1, 4, multiple_of=2), REF)
+    for node in ("n1", "n2", "n3"):
+        script.keeper(node)
+    script.run(a="n1", b="n2", c="n3", d="n4")
+    script.tell(WorkerLost, "d", "killed")
+    survivors_pause(script, 10, "a", "b", "c")
+    script.resume()
+    script.train(11, 12)
+    for node in ("n1", "n2"):
+        script.tell(NodeLost, node, "power")
+    script.tell(WorkerLost, "c", "killed")
+    assert ("n3", "c") in script.state.left.awaited
+    script.ready("e", "n5")
+    assert assignment_in(script.ready("f", "n5")).source.step == 10
+
+
 def test_the_wait_ends_when_it_has_nothing_newer() -> None:
     commands = waiting().tell(KeeperHolds, "n2", "b", ())
     assert isinstance(commands[1], RollBack) and commands[1].step == 10
@@ -261,6 +276,14 @@ def test_the_wait_ends_by_its_deadline_and_what_comes_later_is_dropped() -> None
     assert assignment_in(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
     assert tells(script, "b", "n2", 12) == [DropKept("n2", "b")]
     assert script.state.left.shards == {}
+
+
+def test_the_wait_begins_anew_with_the_next_controller() -> None:
+    """Nobody was there for the keeper to tell."""
+    script = waiting()
+    script.now_s += 60
+    script.tell(ControllerChanged, 2)
+    assert script.fire("keeper") == [StartTimer("keeper", 2, 9)]
 
 
 def test_the_wait_ends_with_the_keeper_or_the_node() -> None:
@@ -283,10 +306,40 @@ def test_a_keeper_lost_while_it_is_read_from_is_not_waited_for() -> None:
         )
 
 
+def test_a_node_lost_with_a_member_and_what_is_read_opens_one_generation() -> None:
+    script = Script(Policy(1, 3, strategy="fsdp", copies=1), REF)
+    script.keeper("n2")
+    script.run(a="n1", b="n2", c="n2").train(11)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 11)
+    assert assignment_in(survivors_pause(script, 11, "a", "c")).source.tier is Tier.KEEPER
+    commands = script.tell(NodeLost, "n2", "power")
+    assert [c.generation for c in commands if isinstance(c, PauseWorkers)] == [3]
+
+
 def test_any_other_keeper_lost_while_forming_disturbs_nobody() -> None:
     script = reading_from_n2()
     assert script.tell(KeeperLost, "n3") == []
     assert script.state.phase == "forming"
+
+
+def test_one_whose_node_has_a_longer_name_is_another_keeper() -> None:
+    script = Script(Policy(1, 2, strategy="fsdp", copies=1), REF)
+    script.keeper("n1")
+    script.keeper("n12")
+    script.run(a="n1", b="n12").train(11)
+    script.tell(WorkerLost, "b", "killed")
+    script.tell(KeeperHolds, "n12", "b", (script.holding(11, 1, Tier.KEEPER),))
+    assert assignment_in(script.paused("a", script.live("a", 11))).source.tier is Tier.KEEPER
+    assert script.tell(KeeperLost, "n1") == []
+    assert script.state.phase == "forming"
+
+
+def test_a_keeper_lost_once_it_has_been_read_from_disturbs_nobody() -> None:
+    script = reading_from_n2()
+    script.resume()
+    assert script.tell(KeeperLost, "n2") == []
+    assert script.state.phase == "running"
 
 
 def test_why_a_keeper_is_lost_is_journalled() -> None:
@@ -324,6 +377,17 @@ def test_a_keeper_that_starts_again_has_nothing() -> None:
     assert assignment_in(survivors_pause(script, 11, "a", "c")).source.step == 10
 
 
+def test_what_the_keeper_before_had_told_is_not_the_word_of_this_one() -> None:
+    script = kept_here()
+    script.train(1, 2)
+    tells(script, "b", "n2", 2)
+    script.keeper("n2")
+    script.train(3)
+    script.tell(WorkerLost, "b", "killed")
+    assert survivors_pause(script, 3, "a", "c") == [StartTimer("keeper", 2, 10)]
+    assert assignment_in(tells(script, "b", "n2", 3)).source.step == 3
+
+
 def test_a_world_that_waits_for_workers_waits_for_keepers_too() -> None:
     script = kept_here(1, REF, min_workers=3)
     script.train(11)
@@ -332,66 +396,3 @@ def test_a_world_that_waits_for_workers_waits_for_keepers_too() -> None:
     assert script.state.phase == "suspended"
     assert script.ready("d", "n2")[1:] == [StartTimer("keeper", 3, 10)]
     assert assignment_in(tells(script, "b", "n2", 11)).source.step == 11
-
-
-# ---------------------------------------------------------------------- many that tell at a time
-
-
-def bereft(workers: int, dead: int, copies: int = 1) -> Script:
-    """So many of the workers have crashed, and the others are paused; keepers have yet to tell."""
-    script = Script(Policy(1, workers, strategy="fsdp", copies=copies), REF)
-    for number in range(workers):
-        script.keeper(f"n{number}")
-    script.run(**{f"w{number}": f"n{number}" for number in range(workers)}).train(11)
-    ranks = script.ranks
-    for worker in ranks[:dead]:
-        script.tell(WorkerLost, worker, "killed")
-    for worker in ranks[dead:]:
-        script.paused(worker, script.live(worker, 11))
-    assert script.state.phase == "pausing"
-    return script
-
-
-def test_what_can_not_decide_yet_is_noted_and_no_more() -> None:
-    """Each look lays out a world, which takes seconds where it is large."""
-    script = bereft(workers=66, dead=64)
-    for rank in range(64):
-        assert script.state.phase == "pausing"
-        held = script.holding(11, rank, Tier.KEEPER)
-        script.tell(KeeperHolds, f"n{rank}", f"w{rank}", (held,))
-    assert script.state.phase == "forming" and script.assignment.source.step == 11
-    assert len(script.journalled("awaiting_keeper")) == 1
-
-
-def test_what_is_enough_ends_the_wait_whoever_has_yet_to_tell() -> None:
-    """Two copies of each shard: every other keeper is silent."""
-    script = bereft(workers=8, dead=7, copies=2)
-    for rank in range(0, 8, 2):
-        assert script.state.phase == "pausing"
-        own, peer = (script.holding(11, r, Tier.KEEPER) for r in (rank, rank + 1))
-        script.tell(KeeperHolds, f"n{rank}", f"w{rank}", (own, peer))
-    assert script.state.phase == "forming" and script.assignment.source.step == 11
-    assert script.state.left.awaited
-
-
-def test_the_last_that_may_be_newer_ends_the_wait_with_nothing() -> None:
-    script = bereft(workers=4, dead=3)
-    for rank in range(2):
-        held = (script.holding(11, rank, Tier.KEEPER),)
-        assert script.tell(KeeperHolds, f"n{rank}", f"w{rank}", held) == []
-    commands = script.tell(KeeperHolds, "n2", "w2", ())
-    assert [c.step for c in commands if isinstance(c, RollBack)] == [10]
-
-
-def test_a_word_costs_little_however_many_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, looks, last_before = 128, [], Lineage.last_before
-
-    def counted(lineage: Lineage, generation: int) -> int | None:
-        looks.append(generation)
-        return last_before(lineage, generation)
-
-    words = words_of_all(count)
-    next(words)
-    monkeypatch.setattr(Lineage, "last_before", counted)
-    next(words, None)
-    assert len(looks) < 20 * count

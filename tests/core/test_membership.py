@@ -279,6 +279,15 @@ def test_a_nodes_loss_that_is_noticed_after_its_workers_gets_the_blame() -> None
     assert script.state.recoveries[0].cause == "node_lost"
 
 
+def test_so_does_one_that_is_noticed_while_the_others_pause() -> None:
+    script = ddp().run(a="n1", b="n2")
+    script.tell(WorkerLost, "b", "its connection ended")
+    script.tell(NodeLost, "n2", "no heartbeat")
+    script.paused("a")
+    script.resume()
+    assert script.state.recoveries[0].cause == "node_lost"
+
+
 def test_a_worker_that_was_lost_before_it_was_ready_stays_out() -> None:
     """The host's sentinel is faster than the worker's connection."""
     script = ddp(max_workers=2).run(a="n1")

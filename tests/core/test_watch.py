@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from elastic_ft.core.assignment import Keeper, Member
 from elastic_ft.core.events import KeeperLost, WorkerLost
 from elastic_ft.core.hangs import Progress
 from elastic_ft.core.policy import Policy
+from elastic_ft.core.records import Adoption
+from elastic_ft.core.state import State
+from elastic_ft.core.table import Table
 from tests.core.script import Script
 
 HANG_S, SILENT_S = 20.0, 10.0
@@ -198,3 +204,17 @@ def test_a_gpu_that_still_computes_is_no_hang() -> None:
     progress = on_gpus(21, a=4, b=13, c=3)
     progress.beat("b", 5, 3, 3, 12, now_s=21.0)
     assert judged(progress, trained(), 22.0) == ([], False)
+
+
+def test_who_has_still_to_call_is_not_taken_for_hung() -> None:
+    """Those of a stopped controller hear of the next one by the silence alone."""
+    member = Member("w0", "n0", "host", 1)
+    keeper = Keeper("n0", ("host", 1))
+    waiting = Adoption(2, 0.0, Table({"w0": None}), Table({"n0": None}))
+    state = State(phase="running", ready=Table({"w0": member}), keepers={"n0": keeper})
+    progress = Progress(60.0, 1.0)
+    for adoption, hung in ((waiting, False), (None, True)):
+        state = replace(state, adoption=adoption)
+        for now_s in (0.0, 10.0) if adoption else (12.0,):
+            assert bool(progress.judge(state, now_s).hung) == hung, now_s
+            assert bool(progress.silent_keepers(state, now_s)) == hung, now_s

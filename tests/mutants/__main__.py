@@ -48,7 +48,8 @@ FIRST = {  # what knows most of a file
     "checks.py": ("sim/test_checks.py",),
     "follower.py": ("core/test_follower.py",),
     "adoption.py": ("core/test_adoption.py",),
-    "keepers.py": ("core/test_keepers.py", "core/test_forgetting.py"),
+    "keepers.py": ("core/test_keepers.py", "core/test_many_keepers.py", "core/test_forgetting.py"),
+    "rescuing.py": ("core/test_rescuing.py",),
 }
 
 

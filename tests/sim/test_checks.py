@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from elastic_ft.core.assignment import Source, Tier
-from elastic_ft.core.commands import CommitCheckpoint, Journal, RecordStep, RollBack
+from elastic_ft.core.commands import (
+    AbandonCheckpoint,
+    CommitCheckpoint,
+    Journal,
+    RecordStep,
+    RollBack,
+)
 from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.membership import step as core_step
@@ -219,6 +225,15 @@ def test_a_job_that_ends_too_early_or_with_another_state(world: Simulation) -> N
     for worker in world.members():
         worker.live = Live(steps, generation, "", "", (generation,) * steps)
     checks.finished(world, "completed", "done")
+
+
+def test_a_checkpoint_abandoned_that_is_published_or_about_to_be(world: Simulation) -> None:
+    command = AbandonCheckpoint(2, 1, "too old")
+    world.publishing.append(CommitCheckpoint(2, 3, ()))
+    world.store.published.append(SimCheckpoint(2, "mem://2-4-1", (1, 1), world.controller))
+    checks.abandoned(world, command)
+    sees("I5", checks.abandoned, world, replace(command, generation=3))
+    sees("I5", checks.abandoned, world, replace(command, generation=4))
 
 
 def test_a_job_that_ends_with_its_last_state_nowhere(world: Simulation) -> None:

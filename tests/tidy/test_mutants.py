@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -16,6 +18,16 @@ def test_what_is_replaced_is_there_once(name: str) -> None:
     assert len({mutant["name"] for mutant in found}) == len(found) > 10
     texts = {m["file"]: (ROOT / "elastic_ft" / m["file"]).read_text() for m in found}
     assert [m["name"] for m in found if texts[m["file"]].count(m["old"]) != 1] == []
+
+
+def test_every_name_in_a_mutant_is_defined(tmp_path: Path) -> None:
+    """Else whatever runs that line notices, and the fault itself was never tried."""
+    for mutant in runpy.run_path(str(ROOT / "tests" / "mutants" / "__main__.py"))["mutants"]():
+        text = (ROOT / mutant.path).read_text()
+        (tmp_path / f"{mutant.name}.py").write_text(text.replace(mutant.old, mutant.new))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821"]
+    done = subprocess.run([*ruff, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_the_tests_import_is_copied_for_them() -> None:
