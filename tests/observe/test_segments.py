@@ -301,28 +301,6 @@ def test_a_segment_that_comes_late_changes_nothing(url: str) -> None:
     assert not open_store(url).put_if_absent(listed(open_store(url), "steps.jsonl")[0], late)
 
 
-class Lagging(Watched):
-    """The newest key of a folder is not in its list yet."""
-
-    def list(self, prefix: str, timeout_s: float, after: str = "") -> list[str]:
-        return sorted(self._backend.list(prefix, timeout_s, after))[:-1]
-
-
-def test_an_inbox_of_which_a_segment_is_not_listed_yet_is_read_later(url: str) -> None:
-    """The controller went on from a story with a hole, 180 steps behind its workers, for ever."""
-    folder, _ = opened(url)
-    record(folder, 1, 60)
-    folder._mirror()
-    store = open_store(url)
-    assert len(listed(store, "inbox.jsonl")) > 2
-    whole, seen = read_whole(store, "inbox.jsonl"), store.backend
-    store.backend = Lagging(seen)
-    with pytest.raises(StoreFailed, match="the store's list lacks a segment"):
-        read_whole(store, "inbox.jsonl")
-    store.backend = seen
-    assert read_whole(store, "inbox.jsonl") == whole == (folder.path / "inbox.jsonl").read_bytes()
-
-
 # ------------------------------------------------------------------------------- readers
 
 
