@@ -46,7 +46,7 @@ class ElasticConfig(Section):
     hang_timeout_s: Seconds = 60
     heartbeat_timeout_s: Seconds = 10  # nothing at all from a worker
     # Without a controller, workers train on and look for the next one; then they save and end.
-    controller_timeout_s: Seconds = 60
+    controller_timeout_s: Seconds = Policy.controller_timeout_s
     # On Ray: two nodes have made a controller's imports, and are replaced when lost (0.5 GB each).
     standby: bool = False
     # In a row, broken with every member alive; and as many with a loss on one and the same node.

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
-from elastic_ft.core.assignment import WorkerId
+from elastic_ft.core.assignment import NodeId, WorkerId
 from elastic_ft.core.commits import ENDED, publish_again
 from elastic_ft.core.failures import lose, lose_keeper
 from elastic_ft.core.generations import pause
@@ -152,6 +152,9 @@ def return_overdue(turn: Turn, controller: str) -> None:
     adoption = turn.state.adoption
     if adoption is None or str(adoption.controller) != controller:
         return
+    if silent := _needed(turn, adoption):
+        _wait_on(turn, adoption, silent)
+        return
     left = turn.state.left
     needed = {node for node, _ in (*left.awaited, *left.shards)}
     workers = list(adoption.workers)
@@ -163,6 +166,33 @@ def return_overdue(turn: Turn, controller: str) -> None:
     for worker in workers:
         turn.do(cmd.KillWorker(worker, why))
     lose(turn, workers, "worker_lost", why, turn.policy.return_timeout_s)
+
+
+def _needed(turn: Turn, adoption: Adoption) -> list[NodeId]:
+    """The nodes from which nobody has called, if committed steps may be lost with all of them, and
+    they may yet call: the store that says who has the job may be slow."""
+    state = turn.state
+    if state.assignment is None or turn.at_s >= adoption.at_s + turn.policy.controller_timeout_s:
+        return []
+    members = {member.node: None for member in turn.members}
+    missing = {member.node for member in turn.members if member.worker in adoption.workers}
+    kept = state.keepers.keys() - adoption.keepers.keys()
+    silent = [node for node in members if node in missing and node not in kept]
+    copies = turn.policy.copies if state.assignment.layout.is_cut else len(members)
+    return silent if len(silent) >= min(copies, len(members)) else []
+
+
+def _wait_on(turn: Turn, adoption: Adoption, silent: list[NodeId]) -> None:
+    more_s = turn.policy.controller_timeout_s - (turn.at_s - adoption.at_s)
+    turn.journal(
+        "return_awaited",
+        f"nobody of {', '.join(silent)} has called controller {adoption.controller}, and committed "
+        f"steps may be lost with them: they have {more_s:.0f} s more",
+        controller=adoption.controller,
+        nodes=silent,
+    )
+    again_s = min(turn.policy.return_timeout_s, more_s)
+    turn.do(cmd.StartTimer(f"{RETURN} {adoption.controller}", 0, again_s))
 
 
 # ------------------------------------------------------------------------------------ timers

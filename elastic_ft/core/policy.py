@@ -34,6 +34,7 @@ class Policy(LayoutWish):
     pause_timeout_s: float = 10
     release_timeout_s: float = 30
     return_timeout_s: float = 2  # for workers and keepers to call the next controller
+    controller_timeout_s: float = 60  # so long they look for it
     form_timeout_s: float = 60
     boundary_timeout_s: float = 70  # a running step to end: hangs are noticed sooner
     stop_timeout_s: float = 120

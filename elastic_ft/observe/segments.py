@@ -16,6 +16,9 @@ crash between two operations harmless:
 - A record is cut back (a rollback): first the tail is put, which begins where a segment that stays
   ends, then the later segments are deleted. They begin where the tail does, or after it.
 
+The lines of ``inbox.jsonl`` have no gap: where one is found, the store's list lags, and the file
+counts as not readable just now. Another job would be gone on with.
+
 Segments that don't count are deleted before another is closed: later tails begin after them.
 """
 
@@ -40,6 +43,7 @@ NUMBERS = {
     "steps.jsonl": "step",
     "ledger.jsonl": "step",
 }
+WITHOUT_GAPS = ("inbox.jsonl",)
 READ_ATTEMPTS = 5  # of a file that is cut back at the same moment
 
 
@@ -112,10 +116,26 @@ def read_segments(store: Store, name: str, known: Found | None = None) -> Found:
             raise
         # Segments are deleted after the tail was put. If it begins as it did, none was.
         head = tail[: tail.find(b"\n") + 1]
+        if _has_gap(name, counting, bodies, tail):
+            continue
         if not head or store.get(name, 0, len(head)) == head:
             ignored = tuple(key for key in keys if key not in sizes)
             return Found(tail, sizes, bodies, ignored)
-    raise StoreError(f"{store.url_of(name)} changes while it is read", FailureKind.BUSY)
+    why = "changes while it is read, or the store's list lacks a segment of it"
+    raise StoreError(f"{store.url_of(name)} {why}", FailureKind.BUSY)
+
+
+def _has_gap(name: str, keys: list[str], bodies: dict[str, bytes], tail: bytes) -> bool:
+    """Whether lines are missing between the segments ``keys``, or between them and the tail."""
+    last = number_of_first_line(name, tail)
+    if name not in WITHOUT_GAPS or last is None:
+        return False
+    due: int | None = 0
+    for key, begin in [*((key, int(key.rpartition("/")[2])) for key in keys), ("", last)]:
+        if due not in (begin, None):
+            return True
+        due = begin + bodies[key].count(b"\n") if key in bodies else None
+    return False
 
 
 def _unchanged(tail: bytes, known: Found) -> Found | None:

@@ -85,6 +85,10 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
+    def within(self, deadline_s: float) -> Store:
+        """The same, with another deadline."""
+        return Store(self.url, self.backend, deadline_s, self.attempts)
+
     def url_of(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 

@@ -32,7 +32,6 @@ from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import Address, Channel, CutOff
 
 log = logging.getLogger(__name__)
-LOOK_UP_S = 5.0  # for an owner's object, with retries; then it is asked for again
 SAME_MAX = 5  # calls of one and the same controller: it may end the line for what it is told
 
 
@@ -86,10 +85,10 @@ class Lifeline:
         channel, welcome = self._line
         return welcome.owner, channel
 
-    def _store(self) -> Store:
+    def _store(self, deadline_s: float) -> Store:
         if self._opened is None:
-            self._opened = open_store(self.welcome.checkpoint_url, deadline_s=LOOK_UP_S)
-        return self._opened
+            self._opened = open_store(self.welcome.checkpoint_url)
+        return self._opened.within(deadline_s)
 
     @property
     def silent_s(self) -> float:

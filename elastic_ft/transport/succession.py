@@ -24,11 +24,26 @@ from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import Address, Channel
 
 log = logging.getLogger(__name__)
+LOOK_UP_S = 5.0  # for an owner's object, with retries; then it is asked for again,
+LOOK_UP_MAX_S = 20.0  # and once for longer: the store may be slow. As storage.kinds.READ_TIMEOUT_S
 LOOK_S, LOOK_MAX_S = 0.02, 0.25  # between two looks: at first, and later
 LOOK_REMOTE_S, LOOK_REMOTE_MAX_S = 0.2, 2.0  # the same, of a store that is no folder
 SLOWER = 1.5
 SAME_S = 0.5  # for the present controller to answer a call: it may be what is gone
 PORTS = 1 << 16
+
+
+class _Patience:
+    """How long a look into the store may take: twice as long after each that came to nothing."""
+
+    def __init__(self) -> None:
+        self._s = LOOK_UP_S
+
+    def at_most(self, left_s: float) -> float:
+        return min(self._s, max(LOOK_UP_S, left_s))
+
+    def grow(self) -> None:
+        self._s = min(2 * self._s, LOOK_UP_MAX_S)
 
 
 class Succession(threading.Thread):
@@ -41,6 +56,7 @@ class Succession(threading.Thread):
         silent_s: since the controller's last message.
         controller: its number, and its connection. Both are taken before the store is asked: by
             the time that it answers the one who reads may have another controller.
+        store: its calls take at most so many seconds.
     """
 
     def __init__(
@@ -48,12 +64,12 @@ class Succession(threading.Thread):
         timeout_s: float,
         silent_s: Callable[[], float],
         controller: Callable[[], tuple[int, Channel]],
-        store: Callable[[], Store],
+        store: Callable[[float], Store],
     ) -> None:
         super().__init__(name="succession", daemon=True)
         self._timeout_s, self._silent_s = timeout_s, silent_s
         self._controller, self._store = controller, store
-        self._closed = threading.Event()
+        self._closed, self._patience = threading.Event(), _Patience()
 
     def close(self) -> None:
         self._closed.set()
@@ -70,9 +86,11 @@ class Succession(threading.Thread):
                 channel.close()
 
     def _is_over(self, number: int, silent_s: float) -> bool:
+        store = self._store(self._patience.at_most(math.inf))
         try:
-            successor = owners.successor(self._store(), number)
+            successor = owners.successor(store, number)
         except ElasticError as error:  # not known: it is asked again
+            self._patience.grow()
             log.warning("the controller is silent for %.0f s, and %s", silent_s, error)
             return False
         if successor is not None:
@@ -84,6 +102,7 @@ class Search:
     """For the controller after owner ``number``.
 
     Args:
+        store: its calls take at most so many seconds.
         hello: to it.
         unheard_s: ``Channel.end_when_unheard`` of whoever is called.
         remote: the store is no folder, and looked at less often.
@@ -96,7 +115,7 @@ class Search:
 
     def __init__(
         self,
-        store: Callable[[], Store],
+        store: Callable[[float], Store],
         key: JobKey,
         hello: Hello,
         unheard_s: float,
@@ -111,7 +130,7 @@ class Search:
         self._pause_s, self._pause_max_s = LOOK_S, LOOK_MAX_S
         if remote:
             self._pause_s, self._pause_max_s = LOOK_REMOTE_S, LOOK_REMOTE_MAX_S
-        self._trouble = ""
+        self._trouble, self._patience = "", _Patience()
 
     def run(
         self, within_s: float, over: threading.Event, *, unread_s: float = math.inf
@@ -124,7 +143,8 @@ class Search:
         self._read_at_s = time.monotonic()
         until_s, pause_s = self._read_at_s + within_s, self._pause_s
         while not over.is_set():
-            number, newest = self._newest(self._hello.owner)
+            left_s = min(until_s, self._read_at_s + unread_s) - time.monotonic()
+            number, newest = self._newest(self._hello.owner, left_s)
             if newest is not None and not newest.address:
                 log.warning("run %s, on %s, has the job now, alone", newest.run, newest.host)
                 return None
@@ -141,12 +161,15 @@ class Search:
             pause_s = min(SLOWER * pause_s, self._pause_max_s)
         return None
 
-    def _newest(self, number: int) -> tuple[int, owners.Owner | None]:
-        """The newest owner after ``number``, and its own; None: there is none, or none is known."""
+    def _newest(self, number: int, left_s: float) -> tuple[int, owners.Owner | None]:
+        """The newest owner after ``number``, and its own; None: there is none, or none is known.
+        ``left_s``: to look for it."""
+        store = self._store(self._patience.at_most(left_s))
         try:
-            found = owners.newest_after(self._store(), number)
+            found = owners.newest_after(store, number)
         except ElasticError as error:  # it is asked again
             self._trouble = f": {error}"
+            self._patience.grow()
             return number, None
         if self._remote:
             self._read_at_s = time.monotonic()
@@ -155,7 +178,7 @@ class Search:
     def _is_over(self, number: int, over: threading.Event) -> bool:
         """Whether owner ``number``, that has been called and says nothing, is to be waited for no
         longer: it may be stopped, or its machine gone, and the store alone knows who comes next."""
-        return over.is_set() or self._newest(number)[1] is not None
+        return over.is_set() or self._newest(number, 0.0)[1] is not None
 
     def _call_one(
         self, newest: owners.Owner | None, left_s: float, is_over: Callable[[], bool]

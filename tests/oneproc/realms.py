@@ -144,7 +144,11 @@ class Realm:
         self.closing.append(made.close)
         return made
 
-    def search(self, number: int = 1, store: Callable[[], Store] | None = None) -> Search:
+    def search(self, number: int = 1, store: Callable[[float], Store] | None = None) -> Search:
         return Search(
-            store or (lambda: self.store), self.key, Hello(MEMBER, owner=number), 1.0, remote=False
+            store or (lambda _: self.store),
+            self.key,
+            Hello(MEMBER, owner=number),
+            1.0,
+            remote=False,
         )

@@ -17,7 +17,9 @@ from elastic_ft.core.commands import DropKept, ReleaseWorker, UseKeeper
 from elastic_ft.core.events import StepApplied
 from elastic_ft.errors import StoreFailed
 from elastic_ft.faults import Points
+from elastic_ft.storage.local_files import Local
 from elastic_ft.storage.store import Store, open_store
+from elastic_ft.transport import succession
 from elastic_ft.transport.control import Hello, Note, connect
 from elastic_ft.transport.lifeline import SAME_MAX, Lifeline
 from elastic_ft.transport.succession import Search, parse_address
@@ -126,8 +128,8 @@ def test_a_late_answer_about_the_last_controller_does_not_end_the_line_to_the_ne
 ) -> None:
     first = realm.reigning()
     lifeline, slow = realm.lifeline(first), SlowStore(realm.store)
-    lifeline._store = lambda: realm.store  # type: ignore[method-assign]
-    lifeline._succession._store = lambda: slow  # type: ignore[assignment, return-value]
+    lifeline._store = lambda _: realm.store  # type: ignore[method-assign]
+    lifeline._succession._store = lambda _: slow  # type: ignore[assignment, return-value]
     second = realm.reigning()
     lifeline.start(lambda welcome: None)
     heard: list[Any] = []
@@ -296,6 +298,34 @@ def test_a_worker_whose_line_ends_waits_for_the_next_controller(realm: Realm) ->
     assert len(first.messages) == 1
 
 
+class SlowFolder(Local):
+    """Its answers take a while."""
+
+    def __init__(self, root: Path, takes_s: float) -> None:
+        super().__init__(root)
+        self._takes_s = takes_s
+
+    def get(self, key: str, start: int | None, end: int | None, timeout_s: float) -> bytes:
+        time.sleep(min(self._takes_s, timeout_s))
+        if timeout_s < self._takes_s:
+            raise TimeoutError(f"no answer for {timeout_s:g} s")
+        return bytes(super().get(key, start, end, timeout_s))
+
+
+def test_a_store_that_is_slow_tells_of_a_successor_all_the_same(
+    realm: Realm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers never found it, and were given up with 30 committed steps."""
+    monkeypatch.setattr(succession, "LOOK_UP_S", 0.1)
+    realm.take_over("127.0.0.1:1")
+    realm.reigning()
+    slow = Store(realm.url, SlowFolder(Path(realm.url), 0.3))
+    search = realm.search(store=slow.within)
+    found = search.run(SOON_S, threading.Event())
+    assert found, search._trouble
+    found[0].close()
+
+
 class MuteStore:
     def __init__(self) -> None:
         self.url = "s3://bucket/job"
@@ -327,6 +357,6 @@ def test_who_can_read_no_store_may_be_cut_off_and_ends_soon(realm: Realm, remote
     realm.take_over("127.0.0.1:1")
     store = MuteStore() if remote else realm.store
     hello, began_s = Hello(MEMBER, owner=1), time.monotonic()
-    search = Search(lambda: store, realm.key, hello, 1.0, remote=remote)  # type: ignore[arg-type, return-value]
+    search = Search(lambda _: store, realm.key, hello, 1.0, remote=remote)  # type: ignore[arg-type, return-value]
     assert search.run(60.0, threading.Event(), unread_s=0.3) is None
     assert time.monotonic() - began_s < SOON_S

@@ -216,7 +216,7 @@ def test_an_owner_says_where_it_can_be_called_and_who_is_the_newest(tmp_path: Pa
 def test_who_adopts_nobody_ends_the_search_and_a_stranger_does_not(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     owners.take_over(store, job="j", run="a", run_folder="f")
-    search = Search(lambda: store, new_key(tls=False), Hello(MEMBER, owner=1), 1.0, remote=False)
+    search = Search(lambda _: store, new_key(tls=False), Hello(MEMBER, owner=1), 1.0, remote=False)
     assert search.run(0.1, threading.Event()) is None, "nobody came"
     owners.take_over(store, job="j", run="b", run_folder="f", address="127.0.0.1:1")
     assert search.run(0.1, threading.Event()) is None, "nobody listens there"
