@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import psutil
-import pytest
+import gc
+from collections.abc import Iterator
 
-from tests.browser import browser
+gc.disable()  # until all is collected: what is imported for it, such as torch, is here to stay
+
+import psutil  # noqa: E402
+import pytest  # noqa: E402
+
+from tests.browser import browser  # noqa: E402
 
 __all__ = ["browser"]
 
@@ -15,6 +20,22 @@ STAY = (
     *("multiprocessing.forkserver", "multiprocessing.resource_tracker"),
     *("hosts.local.launcher", "storage.mount_helper"),
 )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """No search for garbage looks at what was imported, now or later."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Nor does the one at Python's end, where all memory is given back in any case."""
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
