@@ -277,7 +277,7 @@ _ENTRY = {
 _MANIFEST = {
     "format_version": _COUNT,
     "job": _TEXT,
-    "run": ("a plain name", _is_plain),  # part of every path below the URL, and never a way out of it
+    "run": ("a plain name", _is_plain),  # part of every path, and never a way out of the URL
     "step": _COUNT,
     "generation": _COUNT,
     "nonce": _TEXT,
