@@ -59,19 +59,17 @@ class Surroundings:
 
 
 @contextmanager
-def surroundings(
-    scenario: Scenario | None, out: str, checkpoint_url: str
-) -> Iterator[Surroundings]:
+def surroundings(scenario: Scenario, out: str, checkpoint_url: str) -> Iterator[Surroundings]:
     """To be entered before anything of the run starts: what it starts finds the proxy.
 
     Raises ConfigError where the scenario's faults can't happen to this run.
     """
     around = Surroundings()
-    if scenario is not None and scenario.needs_disk:
+    if scenario.needs_disk:
         around.disk = _disk(
             scenario.needs_disk, out if scenario.needs_disk == "run_folder" else checkpoint_url
         )
-    if scenario is None or not scenario.needs_store:
+    if not scenario.needs_store:
         yield around
         return
     endpoint = os.environ.get(ENDPOINT, "")
