@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from elastic_ft.config.section import Section, refuses
+from elastic_ft.config.section import Section, refused_for
 
 
 class CommConfig(Section):
@@ -17,7 +17,7 @@ class CommConfig(Section):
     compress_replicas: Literal["int8", "powersgd"] | None = None
     powersgd_rank: int = Field(4, ge=1, le=1024)  # of what it makes of each matrix
 
-    @refuses
+    @refused_for
     def rank_is_of_powersgd(self) -> Iterator[str]:
         default = type(self).model_fields["powersgd_rank"].default
         if self.powersgd_rank != default and self.compress_replicas != "powersgd":

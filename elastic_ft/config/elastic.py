@@ -16,7 +16,7 @@ from elastic_ft.config.section import (
     Seconds,
     Section,
     Workers,
-    refuses,
+    refused_for,
 )
 from elastic_ft.core.policy import Policy
 
@@ -73,12 +73,12 @@ class ElasticConfig(Section):
         """At most: the world's and the spares."""
         return self.max_workers + self.spares
 
-    @refuses
+    @refused_for
     def ordered(self) -> Iterator[str]:
         if self.min_workers > self.max_workers:
             yield f"min_workers {self.min_workers} is greater than max_workers {self.max_workers}"
 
-    @refuses
+    @refused_for
     def some_world(self) -> Iterator[str]:
         each = self.multiple_of or 1
         if self.max_workers // each * each < self.min_workers:
@@ -128,7 +128,7 @@ class NetworkConfig(Section):
     metrics_address: str = "127.0.0.1"  # of the controller's machine; 0.0.0.0: all it has
     tls: bool = False  # around our own connections, under a certificate made for this start
 
-    @refuses
+    @refused_for
     def some_ports(self) -> Iterator[str]:
         found = self.port_range
         if found is not None and not (found and found[0] >= 1024 and found[-1] <= 65535):

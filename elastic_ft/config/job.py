@@ -17,7 +17,7 @@ from elastic_ft.config.elastic import (
     SnapshotConfig,
 )
 from elastic_ft.config.parallel import ParallelConfig
-from elastic_ft.config.section import COUNT_MAX, NAME, SEED_MAX, Count, Section, refuses
+from elastic_ft.config.section import COUNT_MAX, NAME, SEED_MAX, Count, Section, refused_for
 from elastic_ft.core.layouts.layout import OF_LAYERS, WISHES
 
 
@@ -74,7 +74,7 @@ class Job(Section):
         }
         return [f"{key} {path}" for key, path in named.items() if path and ":" in path]
 
-    @refuses
+    @refused_for
     def own_is_of_loops(self) -> Iterator[str]:
         if (self.model.own or self.data.own) != (self.loop is not None):
             yield "model.own, data.own: are of a job that has a loop; leave them out"
@@ -89,7 +89,7 @@ class Job(Section):
             none = ", ".join(WISHES)
             yield f"loop: has engine native, strategy ddp, fsdp or hsdp, no {none}"
 
-    @refuses
+    @refused_for
     def loops_do_the_rest(self) -> Iterator[str]:
         """What would have no effect is refused: a loop calls its module by itself."""
         parallel = self.parallel
@@ -108,14 +108,14 @@ class Job(Section):
                 "precision.dtype: has no effect on a loop with ddp: use torch.autocast in your step"
             )
 
-    @refuses
+    @refused_for
     def words_are_the_models(self) -> Iterator[str]:
         """A tokenizer that is trained on the data makes ids that mean nothing to such a model."""
         text = self.data.format in ("auto", "text", "jsonl", "parquet")
         if self.model.pretrained and self.data.url and text and self.data.tokenizer is None:
             yield "data.tokenizer: required with model.pretrained: the tokenizer.json of that model"
 
-    @refuses
+    @refused_for
     def adapters_can_be_laid_out(self) -> Iterator[str]:
         parallel = self.parallel
         if self.model.lora is None:
@@ -128,12 +128,12 @@ class Job(Section):
             what = "parallel.compile" if parallel.compile else f"engine {parallel.engine}"
             yield f"model.lora: not with {what}"
 
-    @refuses
+    @refused_for
     def matrices_are_known(self) -> Iterator[str]:
         if self.optimizer.name == "muon" and self.parallel.engine != "native":
             yield "optimizer.name: muon: DeepSpeed partitions rows of numbers, native can"
 
-    @refuses
+    @refused_for
     def optimizers_are_laid_out(self) -> Iterator[str]:
         optimizer, parallel = self.optimizer, self.parallel
         if optimizer.offload is not None and parallel.engine != "native":
@@ -146,7 +146,7 @@ class Job(Section):
         if optimizer.is_schedule_free and parallel.engine != "native":
             yield f"optimizer.name: {optimizer.name} is of engine native"
 
-    @refuses
+    @refused_for
     def chunks_in_range(self) -> Iterator[str]:
         if self.parallel.loss_chunk_tokens and self.precision.dtype == "fp16":
             yield (
@@ -154,7 +154,7 @@ class Job(Section):
                 "before the loss is scaled"
             )
 
-    @refuses
+    @refused_for
     def bytes_can_be_saved(self) -> Iterator[str]:
         key, parallel = self.comm.compresses, self.parallel
         if key is None:
@@ -174,7 +174,7 @@ class Job(Section):
                 what = "model.lora" if self.model.lora is not None else "precision.dtype fp16"
                 yield f"comm.compress_replicas: not with {what}"
 
-    @refuses
+    @refused_for
     def eight_bits_are_enough(self) -> Iterator[str]:
         parallel, key = self.parallel, "precision.fp8"
         if self.precision.fp8 is None:
@@ -187,7 +187,7 @@ class Job(Section):
         if parallel.strategy == "auto" or any(getattr(parallel, name) > 1 for name in none):
             yield f"{key}: is of strategy ddp, fsdp and hsdp, without {', '.join(none)}"
 
-    @refuses
+    @refused_for
     def every_worker_has_work(self) -> Iterator[str]:
         if self.batch.micro_batches < self.elastic.max_workers:
             yield (

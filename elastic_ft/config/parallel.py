@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from elastic_ft.config.section import SEQUENCE_MAX, Section, refuses
+from elastic_ft.config.section import SEQUENCE_MAX, Section, refused_for
 from elastic_ft.core.layouts.layout import WISHES, ContextMethod, LayoutWish, Strategy
 from elastic_ft.core.policy import same_names
 
@@ -71,7 +71,7 @@ class ParallelConfig(Section):
             raise ValueError("offload to NVMe is not offered, as it can train wrong without a word")
         return value
 
-    @refuses
+    @refused_for
     def nccl_is_for_gpus(self) -> Iterator[str]:
         if self.backend == "nccl" and self.device == "cpu":
             yield "backend nccl is for GPUs, and device is cpu"
@@ -85,14 +85,14 @@ class ParallelConfig(Section):
     def may_use_gpu(self) -> bool:
         return self.wants_gpu or (self.device == "auto" and self.backend == "auto")
 
-    @refuses
+    @refused_for
     def auto_decides(self) -> Iterator[str]:
         given = [k for k in ("shard_size", *WISHES) if k in self.model_fields_set]
         given = [k for k in given if getattr(self, k) not in (None, 1)]
         if self.strategy == "auto" and given:
             yield f"strategy auto decides on {given[0]}: leave it out"
 
-    @refuses
+    @refused_for
     def shares_experts_alone(self) -> Iterator[str]:
         others = [key for key in ("tp", "pp") if getattr(self, key) > 1]
         others += ["unused_parameters"] * self.unused_parameters
@@ -102,7 +102,7 @@ class ParallelConfig(Section):
         if self.ep > 1 and self.strategy == "ddp":
             yield "ep: is of strategy fsdp and hsdp: with ddp no rank has less than all"
 
-    @refuses
+    @refused_for
     def accumulates_shards(self) -> Iterator[str]:
         given = {
             "reshard_after_backward": not self.reshard_after_backward,
@@ -112,7 +112,7 @@ class ParallelConfig(Section):
         for key in (key for key, is_given in given.items() if is_given and not sharded):
             yield f"{key}: is of strategy fsdp, hsdp and auto, without pp; leave it out"
 
-    @refuses
+    @refused_for
     def saves_activations(self) -> Iterator[str]:
         native = self.engine == "native"
         if self.offload_activations and (
@@ -127,14 +127,14 @@ class ParallelConfig(Section):
         if self.pp > 1 and (key := self.is_differentiated_once):
             yield f"{key}: not with schedule zero_bubble, which differentiates twice"
 
-    @refuses
+    @refused_for
     def compiles_whole_layers(self) -> Iterator[str]:
         native = self.engine == "native" and self.strategy != "auto"
         others = self.pp > 1 or self.cp > 1 or self.tp_plan or self.offload_activations
         if self.compile and (others or not native):
             yield "compile: is of ddp, fsdp and hsdp without pp, cp, tp_plan or offload_activations"
 
-    @refuses
+    @refused_for
     def knows_what_is_unused(self) -> Iterator[str]:
         whole = (
             self.engine == "native" and self.strategy != "auto" and self.wish.ranks_per_sample == 1

@@ -45,7 +45,7 @@ class Section(BaseModel):
 S = TypeVar("S", bound=Section)
 
 
-def refuses(reasons: Callable[[S], Iterator[str]]) -> Any:
+def refused_for(reasons: Callable[[S], Iterator[str]]) -> Any:
     """Of a section's method that yields why its keys can't be together: the first is told."""
 
     def check(section: S) -> S:

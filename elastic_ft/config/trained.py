@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from elastic_ft.config.section import BATCH_MAX, SEQUENCE_MAX, Count, CountFrom0, Section, refuses
+from elastic_ft.config.section import (
+    BATCH_MAX,
+    SEQUENCE_MAX,
+    Count,
+    CountFrom0,
+    Section,
+    refused_for,
+)
 
 
 class LoopConfig(Section):
@@ -47,7 +54,7 @@ class ModelConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     weights: str | None = None  # to begin with: a safetensors folder, any fsspec URL
 
-    @refuses
+    @refused_for
     def one_source(self) -> Iterator[str]:
         sources = ("preset", "path", "transformers", "pretrained")
         given = [key for key in sources if getattr(self, key) is not None]
@@ -85,7 +92,7 @@ class DataConfig(Section):
     own: bool = False  # the loop's, see Job.loop
     kwargs: dict[str, Any] = Field(default_factory=dict)  # what path is called with
 
-    @refuses
+    @refused_for
     def one_source(self) -> Iterator[str]:
         if (self.url is not None) + (self.path is not None) + self.own != 1:
             yield "expected exactly one of url and path"
@@ -93,7 +100,7 @@ class DataConfig(Section):
             found = f"path: expected package.module:name, found {self.path!r}"
             yield f"{found}; a file is a url"
 
-    @refuses
+    @refused_for
     def shards_tell_their_vocabulary(self) -> Iterator[str]:
         if self.format == "token_shards":
             if "vocab_size" not in self.model_fields_set:
@@ -101,7 +108,7 @@ class DataConfig(Section):
             if self.separate_documents:
                 yield "separate_documents: format token_shards has no documents"
 
-    @refuses
+    @refused_for
     def knows_where_documents_end(self) -> Iterator[str]:
         if self.separate_documents and self.url is None:
             yield "separate_documents: is of url; a dataset has position_ids in samples"
@@ -175,17 +182,17 @@ class OptimizerConfig(Section):
             raise ValueError(f"expected one of {names} or package.module:callable, found {value!r}")
         return value
 
-    @refuses
+    @refused_for
     def groups_say_what_counts(self) -> Iterator[str]:
         if self.name != "muon" and any(group.muon is not None for group in self.groups):
             yield f"groups.muon: of name muon, found {self.name}"
 
-    @refuses
+    @refused_for
     def steps_where_its_state_is(self) -> Iterator[str]:
         if self.offload is not None and self.name not in OFFLOADED:
             yield f"offload: is of {', '.join(OFFLOADED)}, found {self.name}"
 
-    @refuses
+    @refused_for
     def averages_instead_of_decaying(self) -> Iterator[str]:
         if not self.is_schedule_free:
             return
@@ -211,7 +218,7 @@ class OptimizerConfig(Section):
                 f"found {beta}"
             )
 
-    @refuses
+    @refused_for
     def decays_in_some_steps(self) -> Iterator[str]:
         if (self.schedule == "wsd") != (self.decay_steps > 0):
             yield "decay_steps: schedule wsd needs it, and no other schedule has it"
@@ -227,7 +234,7 @@ class BatchConfig(Section):
     def micro_batches(self) -> int:
         return self.global_batch_size // self.micro_batch_size
 
-    @refuses
+    @refused_for
     def divisible(self) -> Iterator[str]:
         if self.global_batch_size % self.micro_batch_size:
             yield (

@@ -215,7 +215,7 @@ def _spec_of(name: str, values: Any) -> TensorSpec:
     return TensorSpec(fields["dtype"], tuple(fields["shape"]))
 
 
-def _checked(values: Any, kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
+def _checked(values: Any, kinds: Mapping[str, KeyKind], where: str) -> dict[str, Any]:
     """A copy of ``values``: the keys of ``kinds``, and of those what each is. Raises ValueError."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: expected an object, found {type(values).__name__}")
@@ -258,11 +258,11 @@ def _of_type(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-Kind = tuple[str, Callable[[Any], bool]]  # in words, and whether a value is one
-_TEXT: Kind = ("text", _of_type(str))
-_COUNT: Kind = ("a whole number from 0", _is_count)
-_COUNTS: Kind = ("whole numbers from 0", _are_counts)
-_OBJECT: Kind = ("an object", _of_type(dict))
+KeyKind = tuple[str, Callable[[Any], bool]]  # in words, and whether a value is one
+_TEXT: KeyKind = ("text", _of_type(str))
+_COUNT: KeyKind = ("a whole number from 0", _is_count)
+_COUNTS: KeyKind = ("whole numbers from 0", _are_counts)
+_OBJECT: KeyKind = ("an object", _of_type(dict))
 _SPEC = {"dtype": _TEXT, "shape": _COUNTS}
 _ENTRY = {
     "tensor": _TEXT,
