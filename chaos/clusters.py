@@ -170,7 +170,10 @@ class RayNodes(Cluster):
         self._cluster.kill_raylet(node)
 
     def keeper_of(self, node: str) -> int:
-        return self._actor(self._cluster.processes(node), "KeeperActor")
+        for process in self._cluster.processes(node):
+            if any("KeeperActor" in part for part in process.cmdline()):
+                return int(process.pid)
+        raise ProcessLookupError("no KeeperActor is running")
 
     def kill_controller(self) -> None:
         os.kill(self._cluster.controller_pid(), signal.SIGKILL)
@@ -193,10 +196,3 @@ class RayNodes(Cluster):
     def break_link(self, node: str, fault: Network) -> Heal:
         broken: Heal = self._cluster.break_link(node, fault)
         return broken
-
-    def _actor(self, processes: list[Any], name: str) -> int:
-        """Its pid."""
-        found = [p.pid for p in processes if any(name in part for part in p.cmdline())]
-        if not found:
-            raise ProcessLookupError(f"no {name} is running")
-        return int(found[0])

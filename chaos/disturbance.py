@@ -10,7 +10,7 @@ from typing import Any
 from chaos.clusters import Cluster, DetachedProcesses, ProcessNodes, RayNodes
 from chaos.fault_kinds import KillHead, StopHead
 from chaos.runner import Runner
-from chaos.scenario import Armed, Scenario
+from chaos.scenario import Armed
 from chaos.surroundings import Surroundings, surroundings
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.hosts.local.detached import DetachedRun
@@ -21,43 +21,35 @@ HEADS = (KillHead, StopHead)  # faults of who is in charge
 
 
 class Disturbance:
-    """Made by ``disturbed``. With no scenario, nothing happens."""
+    """Made by ``disturbed``. Attributes: inside: faults for the workers."""
 
-    def __init__(self, faults: Armed | None, out: str, around: Surroundings, resumed: bool) -> None:
-        self._faults, self._out, self._around, self._resumed = faults, out, around, resumed
+    def __init__(self, faults: Armed, out: str, around: Surroundings, resumed: bool) -> None:
+        self.scenario, self.inside = faults.scenario, faults.inside
+        self._out, self._around, self._resumed = out, around, resumed
         self._runner: Runner | None = None
-
-    @property
-    def scenario(self) -> Scenario | None:
-        return self._faults.scenario if self._faults is not None else None
-
-    @property
-    def inside(self) -> tuple[Any, ...]:
-        """For the workers."""
-        return self._faults.inside if self._faults is not None else ()
 
     @property
     def in_foreground(self) -> bool:
         """Of plain processes: the runner needs their host, unless it is those in charge it is
         about."""
-        external = self.scenario.external if self.scenario is not None else ()
+        external = self.scenario.external
         return bool(external) and not any(isinstance(fault, HEADS) for fault in external)
 
     def local_cluster(self, nodes: int, cpus_per_node: int) -> Any:
         """A Ray cluster on this machine to which the scenario can happen; a context manager."""
-        if self.scenario is not None and self.scenario.needs_network:
+        if self.scenario.needs_network:
             from chaos.network import NetworkCluster
 
             return NetworkCluster(nodes, cpus_per_node)
         from elastic_ft.hosts.ray.cluster import LocalCluster
 
-        durable = self.scenario is not None and self.scenario.needs_durable_head
+        durable = self.scenario.needs_durable_head
         return LocalCluster(nodes, cpus_per_node, durable_head=durable)
 
     @contextlib.contextmanager
     def injected(self, cluster: Any) -> Iterator[None]:
         """``cluster``: of chaos.clusters, a LocalCluster or a LocalHost; None: it is not ours."""
-        external = self.scenario.external if self.scenario is not None else ()
+        external = self.scenario.external
         if not external:
             yield
             return
@@ -66,8 +58,6 @@ class Disturbance:
             yield
 
     def unfired(self, result: dict[str, Any]) -> list[str]:
-        if self.scenario is None:
-            return []
         fired = set(result.get("faults_fired", ()))
         if self._resumed and (folder := local_path(self._out)) is not None:
             fired |= fired_inside(folder)
@@ -86,11 +76,10 @@ def _nodes(cluster: Any) -> Cluster:
 
 @contextlib.contextmanager
 def disturbed(
-    faults: Armed | None, out: str, checkpoint_url: str, resumed: bool = False
+    faults: Armed, out: str, checkpoint_url: str, resumed: bool = False
 ) -> Iterator[Disturbance]:
     """To be entered before anything of the run is started. Raises ConfigError."""
-    scenario = faults.scenario if faults is not None else None
-    with surroundings(scenario, out, checkpoint_url) as around:
+    with surroundings(faults.scenario, out, checkpoint_url) as around:
         yield Disturbance(faults, out, around, resumed)
 
 

@@ -38,6 +38,7 @@ class Pending:
     fault: kinds.External
     seen: bool = False  # its event is in the journal
     error: str = ""
+    hopeless: bool = False  # it can't be here
 
 
 @dataclass(slots=True, eq=False)
@@ -127,12 +128,14 @@ class Runner:
     def _is_due(self, pending: Pending, names: set[str]) -> bool:
         """An event counts from the moment that the faults listed before have fired."""
         fault = pending.fault
+        if pending.hopeless:
+            return False
         if fault.at_s is not None:
             return bool(self._began_s) and time.monotonic() - self._began_s >= fault.at_s
         if fault.at_step is not None:
             return self._watch.step >= fault.at_step
-        first = pending is self._pending[0]
-        pending.seen = pending.seen or (first and fault.at_event in names)
+        first = next(each for each in self._pending if not each.hopeless)
+        pending.seen = pending.seen or (pending is first and fault.at_event in names)
         return pending.seen
 
     def _fire(self, pending: Pending) -> None:
@@ -168,8 +171,7 @@ class Runner:
             return  # it is gone already, and the journal will say so: the next one in its rank
         except Exception as error:  # this fault can't be; the others can
             pending.error = f"{type(error).__name__}: {error}"
-            self._pending.remove(pending)
-            self._pending.append(Pending(pending.index, Never.of(fault), error=pending.error))
+            pending.hopeless = True
             return
         if not last:
             self._done(pending, member)
@@ -366,19 +368,6 @@ acts: dict[type, Callable[[Runner, Any, Line], object]] = {
     kinds.FillDisk: Runner._fill,
     kinds.Network: Runner._network,
 }
-
-
-class Never(kinds.External):
-    """A fault that could not be injected: kept for its name."""
-
-    name: str
-
-    @classmethod
-    def of(cls, fault: kinds.External) -> Never:
-        return cls(at_s=0.0, name=str(fault))
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def fired_in(log: Path | None) -> set[int]:

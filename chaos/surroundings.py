@@ -24,18 +24,17 @@ class Surroundings:
     disk: a folder on the file system that faults fill; None likewise.
     """
 
-    def __init__(self, proxy: ObjectStoreProxy | None = None, disk: Path | None = None) -> None:
-        self.proxy, self.disk = proxy, disk
+    def __init__(self) -> None:
+        self.proxy: ObjectStoreProxy | None = None
+        self.disk: Path | None = None
         self._store_faults: list[StoreFault] = []
 
     def break_store(self, fault: StoreNeeds) -> tuple[Callable[[], bool], Callable[[], None]]:
         """Returns what tells whether a request has suffered it, and what ends it."""
-        assert self.proxy is not None
-        before = self.proxy.fired[fault.store]
-        proxy, armed = (
-            self.proxy,
-            StoreFault(fault.store, fault.probability, methods=fault.methods, path=fault.path),
-        )
+        proxy = self.proxy
+        assert proxy is not None
+        before = proxy.fired[fault.store]
+        armed = StoreFault(fault.store, fault.probability, methods=fault.methods, path=fault.path)
         self._store_faults.append(armed)
         proxy.set(*self._store_faults)
 
@@ -60,19 +59,17 @@ class Surroundings:
 
 
 @contextmanager
-def surroundings(
-    scenario: Scenario | None, out: str, checkpoint_url: str
-) -> Iterator[Surroundings]:
+def surroundings(scenario: Scenario, out: str, checkpoint_url: str) -> Iterator[Surroundings]:
     """To be entered before anything of the run starts: what it starts finds the proxy.
 
     Raises ConfigError where the scenario's faults can't happen to this run.
     """
     around = Surroundings()
-    if scenario is not None and scenario.needs_disk:
+    if scenario.needs_disk:
         around.disk = _disk(
             scenario.needs_disk, out if scenario.needs_disk == "run_folder" else checkpoint_url
         )
-    if scenario is None or not scenario.needs_store:
+    if not scenario.needs_store:
         yield around
         return
     endpoint = os.environ.get(ENDPOINT, "")

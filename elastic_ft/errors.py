@@ -34,6 +34,10 @@ def redacted(text: str) -> str:
     return _QUERY.sub(r"\g<url>***", _USER.sub("***", text))
 
 
+# What may be raised by reading JSON of somebody else, and making records of it.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
 def one_line(error: BaseException, length_max: int = 300) -> str:
     """The type and message of ``error``, without what URLs in it must keep to themselves. What a
     store says is a sentence already."""

@@ -12,7 +12,7 @@ from elastic_ft.cli.options import RunOrJob, given
 from elastic_ft.cli.service_commands import ServiceUrl, client, is_job
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.observe.alive import Vigil, seems_dead
-from elastic_ft.observe.run_reader import RunReader
+from elastic_ft.observe.run_reader import NewEvents, RunReader
 
 FOLLOW_EVERY_S = 0.2
 
@@ -40,7 +40,7 @@ def events(
 
     run = RunReader(run_folder)
     run.content("events.jsonl")
-    tail, first_s, starts, ended, dead = run.new_events(), 0.0, 0, False, ""
+    tail, first_s, starts, ended, dead = NewEvents(run.url), 0.0, 0, False, ""
     vigil = Vigil(run_folder)
     while True:
         for line in tail.read(whole=not follow):

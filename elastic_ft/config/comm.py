@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from elastic_ft.config.section import Section
+from elastic_ft.config.section import Section, refused_for
 
 
 class CommConfig(Section):
@@ -16,12 +17,11 @@ class CommConfig(Section):
     compress_replicas: Literal["int8", "powersgd"] | None = None
     powersgd_rank: int = Field(4, ge=1, le=1024)  # of what it makes of each matrix
 
-    @model_validator(mode="after")
-    def rank_is_of_powersgd(self) -> CommConfig:
+    @refused_for
+    def rank_is_of_powersgd(self) -> Iterator[str]:
         default = type(self).model_fields["powersgd_rank"].default
         if self.powersgd_rank != default and self.compress_replicas != "powersgd":
-            raise ValueError("powersgd_rank: is of compress_replicas powersgd; leave it out")
-        return self
+            yield "powersgd_rank: is of compress_replicas powersgd; leave it out"
 
     @property
     def compresses(self) -> str | None:

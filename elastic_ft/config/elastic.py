@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from elastic_ft.config.section import (
     PORTS,
@@ -15,6 +16,7 @@ from elastic_ft.config.section import (
     Seconds,
     Section,
     Workers,
+    refused_for,
 )
 from elastic_ft.core.policy import Policy
 
@@ -71,23 +73,19 @@ class ElasticConfig(Section):
         """At most: the world's and the spares."""
         return self.max_workers + self.spares
 
-    @model_validator(mode="after")
-    def ordered(self) -> ElasticConfig:
+    @refused_for
+    def ordered(self) -> Iterator[str]:
         if self.min_workers > self.max_workers:
-            raise ValueError(
-                f"min_workers {self.min_workers} is greater than max_workers {self.max_workers}"
-            )
-        return self
+            yield f"min_workers {self.min_workers} is greater than max_workers {self.max_workers}"
 
-    @model_validator(mode="after")
-    def some_world(self) -> ElasticConfig:
+    @refused_for
+    def some_world(self) -> Iterator[str]:
         each = self.multiple_of or 1
         if self.max_workers // each * each < self.min_workers:
-            raise ValueError(
+            yield (
                 f"no multiple of {each} is between min_workers {self.min_workers} and "
                 f"max_workers {self.max_workers}"
             )
-        return self
 
 
 class SnapshotConfig(Section):
@@ -130,12 +128,11 @@ class NetworkConfig(Section):
     metrics_address: str = "127.0.0.1"  # of the controller's machine; 0.0.0.0: all it has
     tls: bool = False  # around our own connections, under a certificate made for this start
 
-    @model_validator(mode="after")
-    def some_ports(self) -> NetworkConfig:
+    @refused_for
+    def some_ports(self) -> Iterator[str]:
         found = self.port_range
         if found is not None and not (found and found[0] >= 1024 and found[-1] <= 65535):
-            raise ValueError(f"ports {self.ports!r} are not between 1024 and 65535, in this order")
-        return self
+            yield f"ports {self.ports!r} are not between 1024 and 65535, in this order"
 
     @property
     def port_range(self) -> range | None:

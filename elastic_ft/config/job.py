@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -16,7 +17,7 @@ from elastic_ft.config.elastic import (
     SnapshotConfig,
 )
 from elastic_ft.config.parallel import ParallelConfig
-from elastic_ft.config.section import COUNT_MAX, NAME, SEED_MAX, Count, Section
+from elastic_ft.config.section import COUNT_MAX, NAME, SEED_MAX, Count, Section, refused_for
 from elastic_ft.core.layouts.layout import OF_LAYERS, WISHES
 
 
@@ -73,12 +74,12 @@ class Job(Section):
         }
         return [f"{key} {path}" for key, path in named.items() if path and ":" in path]
 
-    @model_validator(mode="after")
-    def own_is_of_loops(self) -> Job:
+    @refused_for
+    def own_is_of_loops(self) -> Iterator[str]:
         if (self.model.own or self.data.own) != (self.loop is not None):
-            raise ValueError("model.own, data.own: are of a job that has a loop; leave them out")
+            yield "model.own, data.own: are of a job that has a loop; leave them out"
         if self.loop is not None and self.optimizer != trained.OptimizerConfig():
-            raise ValueError("optimizer: is the loop's own; leave it out")
+            yield "optimizer: is the loop's own; leave it out"
         parallel = self.parallel
         if self.loop is not None and (
             parallel.strategy == "auto"
@@ -86,11 +87,10 @@ class Job(Section):
             or parallel.wish.ranks_per_sample * parallel.ep > 1
         ):
             none = ", ".join(WISHES)
-            raise ValueError(f"loop: has engine native, strategy ddp, fsdp or hsdp, no {none}")
-        return self
+            yield f"loop: has engine native, strategy ddp, fsdp or hsdp, no {none}"
 
-    @model_validator(mode="after")
-    def loops_do_the_rest(self) -> Job:
+    @refused_for
+    def loops_do_the_rest(self) -> Iterator[str]:
         """What would have no effect is refused: a loop calls its module by itself."""
         parallel = self.parallel
         own = {
@@ -101,110 +101,97 @@ class Job(Section):
         }
         for key, instead in own.items() if self.loop is not None else ():
             if getattr(parallel, key):
-                raise ValueError(f"parallel.{key}: has no effect on a loop: {instead}")
+                yield f"parallel.{key}: has no effect on a loop: {instead}"
         lower = self.precision.dtype != "fp32"
         if self.loop is not None and lower and parallel.strategy == "ddp":
-            raise ValueError(
+            yield (
                 "precision.dtype: has no effect on a loop with ddp: use torch.autocast in your step"
             )
-        return self
 
-    @model_validator(mode="after")
-    def words_are_the_models(self) -> Job:
+    @refused_for
+    def words_are_the_models(self) -> Iterator[str]:
         """A tokenizer that is trained on the data makes ids that mean nothing to such a model."""
         text = self.data.format in ("auto", "text", "jsonl", "parquet")
         if self.model.pretrained and self.data.url and text and self.data.tokenizer is None:
-            raise ValueError(
-                "data.tokenizer: required with model.pretrained: the tokenizer.json of that model"
-            )
-        return self
+            yield "data.tokenizer: required with model.pretrained: the tokenizer.json of that model"
 
-    @model_validator(mode="after")
-    def adapters_can_be_laid_out(self) -> Job:
+    @refused_for
+    def adapters_can_be_laid_out(self) -> Iterator[str]:
         parallel = self.parallel
         if self.model.lora is None:
-            return self
+            return
         if parallel.strategy == "auto":
-            raise ValueError("model.lora: strategy auto counts all weights as trained; name one")
+            yield "model.lora: strategy auto counts all weights as trained; name one"
         if parallel.wish.ranks_per_sample * parallel.ep > 1:
-            raise ValueError(f"model.lora: has no {', '.join(WISHES)}; ddp, fsdp, hsdp")
+            yield f"model.lora: has no {', '.join(WISHES)}; ddp, fsdp, hsdp"
         if parallel.engine != "native" or parallel.compile:
             what = "parallel.compile" if parallel.compile else f"engine {parallel.engine}"
-            raise ValueError(f"model.lora: not with {what}")
-        return self
+            yield f"model.lora: not with {what}"
 
-    @model_validator(mode="after")
-    def matrices_are_known(self) -> Job:
+    @refused_for
+    def matrices_are_known(self) -> Iterator[str]:
         if self.optimizer.name == "muon" and self.parallel.engine != "native":
-            raise ValueError(
-                "optimizer.name: muon: DeepSpeed partitions rows of numbers, native can"
-            )
-        return self
+            yield "optimizer.name: muon: DeepSpeed partitions rows of numbers, native can"
 
-    @model_validator(mode="after")
-    def optimizers_are_laid_out(self) -> Job:
+    @refused_for
+    def optimizers_are_laid_out(self) -> Iterator[str]:
         optimizer, parallel = self.optimizer, self.parallel
         if optimizer.offload is not None and parallel.engine != "native":
-            raise ValueError(
+            yield (
                 f"optimizer.offload: is of engine native; {parallel.engine} has "
                 "parallel.offload_optimizer"
             )
         if optimizer.offload is not None and self.comm.compress_replicas is not None:
-            raise ValueError("optimizer.offload: not with comm.compress_replicas")
+            yield "optimizer.offload: not with comm.compress_replicas"
         if optimizer.is_schedule_free and parallel.engine != "native":
-            raise ValueError(f"optimizer.name: {optimizer.name} is of engine native")
-        return self
+            yield f"optimizer.name: {optimizer.name} is of engine native"
 
-    @model_validator(mode="after")
-    def chunks_in_range(self) -> Job:
+    @refused_for
+    def chunks_in_range(self) -> Iterator[str]:
         if self.parallel.loss_chunk_tokens and self.precision.dtype == "fp16":
-            raise ValueError(
+            yield (
                 "parallel.loss_chunk_tokens: not with precision.dtype fp16: its gradients are made "
                 "before the loss is scaled"
             )
-        return self
 
-    @model_validator(mode="after")
-    def bytes_can_be_saved(self) -> Job:
+    @refused_for
+    def bytes_can_be_saved(self) -> Iterator[str]:
         key, parallel = self.comm.compresses, self.parallel
         if key is None:
-            return self
+            return
         if self.loop is not None or parallel.engine != "native":
             what = "a loop" if self.loop is not None else f"engine {parallel.engine}"
-            raise ValueError(f"comm.{key}: not with {what}")
+            yield f"comm.{key}: not with {what}"
         if parallel.strategy == "auto" or parallel.wish.ranks_per_sample * parallel.ep > 1:
             none = ", ".join(WISHES)
-            raise ValueError(f"comm.{key}: is of strategy ddp, fsdp and hsdp, without {none}")
+            yield f"comm.{key}: is of strategy ddp, fsdp and hsdp, without {none}"
         if self.comm.compress_shards and parallel.strategy == "ddp":
-            raise ValueError("comm.compress_shards: strategy ddp has no shards; compress_replicas")
+            yield "comm.compress_shards: strategy ddp has no shards; compress_replicas"
         if self.comm.compress_replicas:
             if parallel.strategy == "fsdp":
-                raise ValueError("comm.compress_replicas: strategy fsdp has none; compress_shards")
+                yield "comm.compress_replicas: strategy fsdp has none; compress_shards"
             if self.model.lora is not None or self.precision.dtype == "fp16":
                 what = "model.lora" if self.model.lora is not None else "precision.dtype fp16"
-                raise ValueError(f"comm.compress_replicas: not with {what}")
-        return self
+                yield f"comm.compress_replicas: not with {what}"
 
-    @model_validator(mode="after")
-    def eight_bits_are_enough(self) -> Job:
+    @refused_for
+    def eight_bits_are_enough(self) -> Iterator[str]:
         parallel, key = self.parallel, "precision.fp8"
         if self.precision.fp8 is None:
-            return self
+            return
         if self.precision.dtype != "bf16":
-            raise ValueError(f"{key}: needs precision.dtype bf16, found {self.precision.dtype}")
+            yield f"{key}: needs precision.dtype bf16, found {self.precision.dtype}"
         if self.loop is not None or parallel.engine != "native" or self.model.lora is not None:
-            raise ValueError(f"{key}: not with a loop, engine deepspeed or model.lora")
+            yield f"{key}: not with a loop, engine deepspeed or model.lora"
         none = [name for name in WISHES if name != OF_LAYERS]
         if parallel.strategy == "auto" or any(getattr(parallel, name) > 1 for name in none):
-            raise ValueError(f"{key}: is of strategy ddp, fsdp and hsdp, without {', '.join(none)}")
-        return self
+            yield f"{key}: is of strategy ddp, fsdp and hsdp, without {', '.join(none)}"
 
-    @model_validator(mode="after")
-    def every_worker_has_work(self) -> Job:
+    @refused_for
+    def every_worker_has_work(self) -> Iterator[str]:
         if self.batch.micro_batches < self.elastic.max_workers:
-            raise ValueError(
+            yield (
                 f"batch.global_batch_size {self.batch.global_batch_size} makes "
                 f"{self.batch.micro_batches} micro-batches, fewer than elastic.max_workers "
                 f"{self.elastic.max_workers}: some workers would have nothing to do"
             )
-        return self

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from elastic_ft.config.section import SEQUENCE_MAX, Section
+from elastic_ft.config.section import SEQUENCE_MAX, Section, refused_for
 from elastic_ft.core.layouts.layout import WISHES, ContextMethod, LayoutWish, Strategy
 from elastic_ft.core.policy import same_names
 
@@ -70,11 +71,10 @@ class ParallelConfig(Section):
             raise ValueError("offload to NVMe is not offered, as it can train wrong without a word")
         return value
 
-    @model_validator(mode="after")
-    def nccl_is_for_gpus(self) -> ParallelConfig:
+    @refused_for
+    def nccl_is_for_gpus(self) -> Iterator[str]:
         if self.backend == "nccl" and self.device == "cpu":
-            raise ValueError("backend nccl is for GPUs, and device is cpu")
-        return self
+            yield "backend nccl is for GPUs, and device is cpu"
 
     @property
     def wants_gpu(self) -> bool:
@@ -85,70 +85,62 @@ class ParallelConfig(Section):
     def may_use_gpu(self) -> bool:
         return self.wants_gpu or (self.device == "auto" and self.backend == "auto")
 
-    @model_validator(mode="after")
-    def auto_decides(self) -> ParallelConfig:
+    @refused_for
+    def auto_decides(self) -> Iterator[str]:
         given = [k for k in ("shard_size", *WISHES) if k in self.model_fields_set]
         given = [k for k in given if getattr(self, k) not in (None, 1)]
         if self.strategy == "auto" and given:
-            raise ValueError(f"strategy auto decides on {given[0]}: leave it out")
-        return self
+            yield f"strategy auto decides on {given[0]}: leave it out"
 
-    @model_validator(mode="after")
-    def shares_experts_alone(self) -> ParallelConfig:
+    @refused_for
+    def shares_experts_alone(self) -> Iterator[str]:
         others = [key for key in ("tp", "pp") if getattr(self, key) > 1]
         others += ["unused_parameters"] * self.unused_parameters
         others += ["engine deepspeed"] * (self.engine != "native")
         if self.ep > 1 and others:
-            raise ValueError(f"ep: not with {others[0]}")
+            yield f"ep: not with {others[0]}"
         if self.ep > 1 and self.strategy == "ddp":
-            raise ValueError("ep: is of strategy fsdp and hsdp: with ddp no rank has less than all")
-        return self
+            yield "ep: is of strategy fsdp and hsdp: with ddp no rank has less than all"
 
-    @model_validator(mode="after")
-    def accumulates_shards(self) -> ParallelConfig:
+    @refused_for
+    def accumulates_shards(self) -> Iterator[str]:
         given = {
             "reshard_after_backward": not self.reshard_after_backward,
             "reduce_gradients": self.reduce_gradients != "micro_batch",
         }
         sharded = self.strategy != "ddp" and self.engine == "native" and self.pp == 1
         for key in (key for key, is_given in given.items() if is_given and not sharded):
-            raise ValueError(f"{key}: is of strategy fsdp, hsdp and auto, without pp; leave it out")
-        return self
+            yield f"{key}: is of strategy fsdp, hsdp and auto, without pp; leave it out"
 
-    @model_validator(mode="after")
-    def saves_activations(self) -> ParallelConfig:
+    @refused_for
+    def saves_activations(self) -> Iterator[str]:
         native = self.engine == "native"
         if self.offload_activations and (
             not native or self.activation_checkpointing == "selective" or self.device == "cpu"
         ):
-            raise ValueError(
+            yield (
                 "offload_activations: is of engine native on GPUs, with activation_checkpointing "
                 "true or false"
             )
         if self.loss_chunk_tokens and not native:
-            raise ValueError("loss_chunk_tokens: is of engine native")
+            yield "loss_chunk_tokens: is of engine native"
         if self.pp > 1 and (key := self.is_differentiated_once):
-            raise ValueError(f"{key}: not with schedule zero_bubble, which differentiates twice")
-        return self
+            yield f"{key}: not with schedule zero_bubble, which differentiates twice"
 
-    @model_validator(mode="after")
-    def compiles_whole_layers(self) -> ParallelConfig:
+    @refused_for
+    def compiles_whole_layers(self) -> Iterator[str]:
         native = self.engine == "native" and self.strategy != "auto"
         others = self.pp > 1 or self.cp > 1 or self.tp_plan or self.offload_activations
         if self.compile and (others or not native):
-            raise ValueError(
-                "compile: is of ddp, fsdp and hsdp without pp, cp, tp_plan or offload_activations"
-            )
-        return self
+            yield "compile: is of ddp, fsdp and hsdp without pp, cp, tp_plan or offload_activations"
 
-    @model_validator(mode="after")
-    def knows_what_is_unused(self) -> ParallelConfig:
+    @refused_for
+    def knows_what_is_unused(self) -> Iterator[str]:
         whole = (
             self.engine == "native" and self.strategy != "auto" and self.wish.ranks_per_sample == 1
         )
         if self.unused_parameters and not whole:
-            raise ValueError("unused_parameters: is of ddp, fsdp and hsdp without tp, pp and cp")
-        return self
+            yield "unused_parameters: is of ddp, fsdp and hsdp without tp, pp and cp"
 
     @property
     def is_differentiated_once(self) -> str | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from typing import Annotated, Any, Union, get_args, get_origin
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 YEAR_S = 366 * 86400.0
 COUNT_MAX = 10**15  # of steps, samples, tokens: beyond all use, and far from overflows
@@ -40,6 +40,20 @@ class Section(BaseModel):
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError(f"expected a number, found {str(value).lower()}")
         return value
+
+
+S = TypeVar("S", bound=Section)
+
+
+def refused_for(reasons: Callable[[S], Iterator[str]]) -> Any:
+    """Of a section's method that yields why its keys can't be together: the first is told."""
+
+    def check(section: S) -> S:
+        for why in reasons(section):
+            raise ValueError(why)
+        return section
+
+    return model_validator(mode="after")(check)
 
 
 def members(annotation: Any) -> Iterator[Any]:

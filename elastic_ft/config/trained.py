@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from elastic_ft.config.section import BATCH_MAX, SEQUENCE_MAX, Count, CountFrom0, Section
+from elastic_ft.config.section import (
+    BATCH_MAX,
+    SEQUENCE_MAX,
+    Count,
+    CountFrom0,
+    Section,
+    refused_for,
+)
 
 
 class LoopConfig(Section):
@@ -46,18 +54,17 @@ class ModelConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     weights: str | None = None  # to begin with: a safetensors folder, any fsspec URL
 
-    @model_validator(mode="after")
-    def one_source(self) -> ModelConfig:
+    @refused_for
+    def one_source(self) -> Iterator[str]:
         sources = ("preset", "path", "transformers", "pretrained")
         given = [key for key in sources if getattr(self, key) is not None]
         if len(given) + self.own != 1:
             found = " and ".join(given) if given else "none"
-            raise ValueError(f"expected one of {', '.join(sources)}; found {found}")
+            yield f"expected one of {', '.join(sources)}; found {found}"
         if self.pretrained is not None and (self.weights or self.kwargs):
-            raise ValueError("weights, kwargs: pretrained has its own; leave them out")
+            yield "weights, kwargs: pretrained has its own; leave them out"
         if self.lora is not None and self.pretrained is None:
-            raise ValueError("lora: needs pretrained: what is frozen is read from there")
-        return self
+            yield "lora: needs pretrained: what is frozen is read from there"
 
 
 class DataConfig(Section):
@@ -85,34 +92,31 @@ class DataConfig(Section):
     own: bool = False  # the loop's, see Job.loop
     kwargs: dict[str, Any] = Field(default_factory=dict)  # what path is called with
 
-    @model_validator(mode="after")
-    def one_source(self) -> DataConfig:
+    @refused_for
+    def one_source(self) -> Iterator[str]:
         if (self.url is not None) + (self.path is not None) + self.own != 1:
-            raise ValueError("expected exactly one of url and path")
+            yield "expected exactly one of url and path"
         if self.path is not None and ":" not in self.path:
             found = f"path: expected package.module:name, found {self.path!r}"
-            raise ValueError(f"{found}; a file is a url")
-        return self
+            yield f"{found}; a file is a url"
 
-    @model_validator(mode="after")
-    def shards_tell_their_vocabulary(self) -> DataConfig:
+    @refused_for
+    def shards_tell_their_vocabulary(self) -> Iterator[str]:
         if self.format == "token_shards":
             if "vocab_size" not in self.model_fields_set:
-                raise ValueError("format token_shards needs vocab_size: that of the ids' tokenizer")
+                yield "format token_shards needs vocab_size: that of the ids' tokenizer"
             if self.separate_documents:
-                raise ValueError("separate_documents: format token_shards has no documents")
-        return self
+                yield "separate_documents: format token_shards has no documents"
 
-    @model_validator(mode="after")
-    def knows_where_documents_end(self) -> DataConfig:
+    @refused_for
+    def knows_where_documents_end(self) -> Iterator[str]:
         if self.separate_documents and self.url is None:
-            raise ValueError("separate_documents: is of url; a dataset has position_ids in samples")
+            yield "separate_documents: is of url; a dataset has position_ids in samples"
         unknown = self.format == "tokens" and not (
             isinstance(self.end_token, int) or (self.end_token and self.tokenizer)
         )
         if self.separate_documents and unknown:
-            raise ValueError("separate_documents: format tokens needs end_token: an id, say")
-        return self
+            yield "separate_documents: format tokens needs end_token: an id, say"
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -178,50 +182,46 @@ class OptimizerConfig(Section):
             raise ValueError(f"expected one of {names} or package.module:callable, found {value!r}")
         return value
 
-    @model_validator(mode="after")
-    def groups_say_what_counts(self) -> OptimizerConfig:
+    @refused_for
+    def groups_say_what_counts(self) -> Iterator[str]:
         if self.name != "muon" and any(group.muon is not None for group in self.groups):
-            raise ValueError(f"groups.muon: of name muon, found {self.name}")
-        return self
+            yield f"groups.muon: of name muon, found {self.name}"
 
-    @model_validator(mode="after")
-    def steps_where_its_state_is(self) -> OptimizerConfig:
+    @refused_for
+    def steps_where_its_state_is(self) -> Iterator[str]:
         if self.offload is not None and self.name not in OFFLOADED:
-            raise ValueError(f"offload: is of {', '.join(OFFLOADED)}, found {self.name}")
-        return self
+            yield f"offload: is of {', '.join(OFFLOADED)}, found {self.name}"
 
-    @model_validator(mode="after")
-    def averages_instead_of_decaying(self) -> OptimizerConfig:
+    @refused_for
+    def averages_instead_of_decaying(self) -> Iterator[str]:
         if not self.is_schedule_free:
-            return self
+            return
         if self.schedule != "constant":
-            raise ValueError(
+            yield (
                 f"schedule: {self.name} takes constant, with or without warmup_steps, found "
                 f"{self.schedule}"
             )
         if "warmup_steps" in self.kwargs:
-            raise ValueError("kwargs.warmup_steps: optimizer.warmup_steps is the warm-up")
+            yield "kwargs.warmup_steps: optimizer.warmup_steps is the warm-up"
         for key in self.kwargs.keys() & {"betas", "momentum"}:
-            self._check_averaging(self.kwargs[key], f"kwargs.{key}")
+            yield from self._odd_average(self.kwargs[key], f"kwargs.{key}")
         if self.name == "schedule_free_adamw" and "betas" not in self.kwargs:
-            self._check_averaging(self.betas, "betas")
-        return self
+            yield from self._odd_average(self.betas, "betas")
 
-    def _check_averaging(self, given: Any, key: str) -> None:
+    def _odd_average(self, given: Any, key: str) -> Iterator[str]:
         """x is made of y and z by a division by it."""
         among = isinstance(given, list | tuple)
         beta, which = (given[0], "the first") if among and given else (given, "it")
         if not (isinstance(beta, int | float) and 0 < beta < 1):
-            raise ValueError(
+            yield (
                 f"{key}: {self.name} averages with {which}: expected above 0 and below 1, "
                 f"found {beta}"
             )
 
-    @model_validator(mode="after")
-    def decays_in_some_steps(self) -> OptimizerConfig:
+    @refused_for
+    def decays_in_some_steps(self) -> Iterator[str]:
         if (self.schedule == "wsd") != (self.decay_steps > 0):
-            raise ValueError("decay_steps: schedule wsd needs it, and no other schedule has it")
-        return self
+            yield "decay_steps: schedule wsd needs it, and no other schedule has it"
 
 
 class BatchConfig(Section):
@@ -234,14 +234,13 @@ class BatchConfig(Section):
     def micro_batches(self) -> int:
         return self.global_batch_size // self.micro_batch_size
 
-    @model_validator(mode="after")
-    def divisible(self) -> BatchConfig:
+    @refused_for
+    def divisible(self) -> Iterator[str]:
         if self.global_batch_size % self.micro_batch_size:
-            raise ValueError(
+            yield (
                 f"global_batch_size {self.global_batch_size} is not a multiple of "
                 f"micro_batch_size {self.micro_batch_size}"
             )
-        return self
 
 
 class PrecisionConfig(Section):

@@ -22,7 +22,7 @@ from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplet
 from elastic_ft.core.rescuing import StateAt, candidates
 from elastic_ft.core.terms import Terms
 from elastic_ft.core.typed import decoder
-from elastic_ft.errors import UsageError, one_line
+from elastic_ft.errors import MALFORMED, UsageError, one_line
 from elastic_ft.keeper.emergency import (
     BEGUN,
     DONE,
@@ -208,7 +208,7 @@ class _Waiting:
         body = self._store.get(key_of(self._run, key))
         try:
             return PARSERS[key[key.rindex(".") :]](json.loads(body))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        except MALFORMED as error:
             url = self._store.url_of(key_of(self._run, key))
             self._refused[key] = f"{url} is not what a keeper writes: {one_line(error)}"
             return None

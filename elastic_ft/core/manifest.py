@@ -25,11 +25,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ft.core.sharding import Box, overlapping, uncovered
+from elastic_ft.core.typed import fields_of
 from elastic_ft.errors import StateDamaged, printable
 
 FORMAT_VERSION = 1
@@ -85,17 +86,9 @@ class ShardEntry:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ShardEntry:
         """The inverse of ``to_dict``. ValueError says which key is wrong."""
-        known = ("tensor", "offsets", "sizes", "dtype", "file", "offset", "nbytes", "digest")
-        _check_keys(values, known, "shard entry")
-        return ShardEntry(
-            tensor=_text(values, "tensor"),
-            box=Box(_counts(values, "offsets"), _counts(values, "sizes")),
-            dtype=_text(values, "dtype"),
-            file=_file(values, "file"),
-            offset=_count(values, "offset"),
-            nbytes=_count(values, "nbytes"),
-            digest=_text(values, "digest"),
-        )
+        fields = _checked(values, _ENTRY, "shard entry")
+        box = Box(tuple(fields.pop("offsets")), tuple(fields.pop("sizes")))
+        return ShardEntry(box=box, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,19 +120,8 @@ class Manifest:
         return _HEAD + hashlib.sha256(body).hexdigest().encode() + b'",' + body[1:]
 
     def _to_dict(self) -> dict[str, Any]:
-        return {
-            "format_version": self.format_version,
-            "job": self.job,
-            "run": self.run,
-            "step": self.step,
-            "generation": self.generation,
-            "nonce": self.nonce,
-            "layout": self.layout,
-            "created_at_s": self.created_at_s,
-            "tensors": {
-                name: {"dtype": spec.dtype, "shape": list(spec.shape)}
-                for name, spec in self.tensors.items()
-            },
+        return fields_of(self) | {
+            "tensors": {name: fields_of(spec) for name, spec in self.tensors.items()},
             "entries": [entry.to_dict() for entry in self.entries],
             "extra": dict(self.extra),
         }
@@ -217,80 +199,49 @@ def _verified_body(data: bytes, url: str) -> bytes:
     return body
 
 
-def _manifest_of(values: Any) -> Manifest:
+def _manifest_of(values: dict[str, Any]) -> Manifest:
     """Raises ValueError naming the first thing that is not as it should be."""
-    if not isinstance(values, dict):
-        raise ValueError(f"expected an object, found {type(values).__name__}")
     version = values.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(f"format_version {version}, this program reads {FORMAT_VERSION}")
-    _check_keys(values, tuple(Manifest.__dataclass_fields__), "manifest")
-    return Manifest(
-        job=_text(values, "job"),
-        run=_run(values, "run"),
-        step=_count(values, "step"),
-        generation=_count(values, "generation"),
-        nonce=_text(values, "nonce"),
-        layout=_text(values, "layout"),
-        created_at_s=_number(values, "created_at_s"),
-        tensors={n: _spec_of(n, spec) for n, spec in _object(values, "tensors").items()},
-        entries=tuple(ShardEntry.from_dict(entry) for entry in _list(values, "entries")),
-        extra=_object(values, "extra"),
-        format_version=FORMAT_VERSION,
-    )
+    fields = _checked(values, _MANIFEST, "manifest")
+    tensors = {name: _spec_of(name, spec) for name, spec in fields["tensors"].items()}
+    entries = tuple(map(ShardEntry.from_dict, fields["entries"]))
+    return Manifest(**fields | {"tensors": tensors, "entries": entries})
 
 
 def _spec_of(name: str, values: Any) -> TensorSpec:
-    _check_keys(values, ("dtype", "shape"), f"tensor {name}")
-    return TensorSpec(_text(values, "dtype"), _counts(values, "shape"))
+    fields = _checked(values, _SPEC, f"tensor {name}")
+    return TensorSpec(fields["dtype"], tuple(fields["shape"]))
 
 
-def _check_keys(values: Any, known: Iterable[str], where: str) -> None:
+def _checked(values: Any, kinds: Mapping[str, KeyKind], where: str) -> dict[str, Any]:
+    """A copy of ``values``: the keys of ``kinds``, and of those what each is. Raises ValueError."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: expected an object, found {type(values).__name__}")
-    if odd := sorted(values.keys() ^ set(known)):
+    if odd := sorted(values.keys() ^ kinds.keys()):
         state = "unknown" if odd[0] in values else "missing"
         raise ValueError(f"{where}: {state} key {odd[0]!r}")
+    for key, (what, is_right) in kinds.items():
+        if not is_right(values[key]):
+            raise ValueError(f"{key}: expected {what}, found {values[key]!r:.80}")
+    return dict(values)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= COUNT_MAX
+    return type(value) is int and 0 <= value <= COUNT_MAX
 
 
-def _take(values: Mapping[str, Any], key: str, what: str, good: bool) -> Any:
-    if not good:
-        raise ValueError(f"{key}: expected {what}, found {values[key]!r:.80}")
-    return values[key]
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
 
 
-def _count(values: Mapping[str, Any], key: str) -> int:
-    number: int = _take(values, key, "a whole number from 0", _is_count(values[key]))
-    return number
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < COUNT_MAX  # no NaN, no infinity
 
 
-def _counts(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    good = all(map(_is_count, _list(values, key)))
-    return tuple(_take(values, key, "whole numbers from 0", good))
-
-
-def _number(values: Mapping[str, Any], key: str) -> float:
-    good = isinstance(values[key], int | float) and not isinstance(values[key], bool)
-    good = good and abs(values[key]) < COUNT_MAX  # no NaN, no infinity
-    number: float = _take(values, key, "a number", good)
-    return number
-
-
-def _run(values: Mapping[str, Any], key: str) -> str:
-    """Part of every path below the checkpoint URL, and never a way out of it."""
-    name: str = _take(values, key, "a plain name", _is_plain(values[key]))
-    return name
-
-
-def _file(values: Mapping[str, Any], key: str) -> str:
-    """A path relative to the attempt's prefix, below it."""
-    parts = values[key].split("/") if isinstance(values[key], str) else [""]
-    path: str = _take(values, key, "a plain relative path", all(map(_is_plain, parts)))
-    return path
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and all(map(_is_plain, value.split("/")))
 
 
 def _is_plain(name: Any) -> bool:
@@ -303,16 +254,36 @@ def _is_plain(name: Any) -> bool:
     )
 
 
-def _text(values: Mapping[str, Any], key: str) -> str:
-    text: str = _take(values, key, "text", isinstance(values[key], str))
-    return text
+def _of_type(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
-def _list(values: Mapping[str, Any], key: str) -> list[Any]:
-    items: list[Any] = _take(values, key, "a list", isinstance(values[key], list))
-    return items
-
-
-def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    members: dict[str, Any] = _take(values, key, "an object", isinstance(values[key], dict))
-    return members
+KeyKind = tuple[str, Callable[[Any], bool]]  # in words, and whether a value is one
+_TEXT: KeyKind = ("text", _of_type(str))
+_COUNT: KeyKind = ("a whole number from 0", _is_count)
+_COUNTS: KeyKind = ("whole numbers from 0", _are_counts)
+_OBJECT: KeyKind = ("an object", _of_type(dict))
+_SPEC = {"dtype": _TEXT, "shape": _COUNTS}
+_ENTRY = {
+    "tensor": _TEXT,
+    "offsets": _COUNTS,
+    "sizes": _COUNTS,
+    "dtype": _TEXT,
+    "file": ("a plain relative path", _is_path),  # below the attempt's prefix
+    "offset": _COUNT,
+    "nbytes": _COUNT,
+    "digest": _TEXT,
+}
+_MANIFEST = {
+    "format_version": _COUNT,
+    "job": _TEXT,
+    "run": ("a plain name", _is_plain),  # part of every path, and never a way out of the URL
+    "step": _COUNT,
+    "generation": _COUNT,
+    "nonce": _TEXT,
+    "layout": _TEXT,
+    "created_at_s": ("a number", _is_number),
+    "tensors": _OBJECT,
+    "entries": ("a list", _of_type(list)),
+    "extra": _OBJECT,
+}

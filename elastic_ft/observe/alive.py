@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from elastic_ft.core.typed import decoder
-from elastic_ft.errors import ElasticError
+from elastic_ft.errors import MALFORMED, ElasticError
 from elastic_ft.observe.lines import local_path
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Signs:
         where that can't be said."""
         try:
             return _understood(self._content())
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        except MALFORMED:
             return None
 
     def _content(self) -> bytes:

@@ -19,7 +19,7 @@ from elastic_ft.core.membership import step as decide
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.core.typed import decoder
-from elastic_ft.errors import ConfigError, one_line
+from elastic_ft.errors import MALFORMED, ConfigError, one_line
 from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts, Totals
 from elastic_ft.observe.lines import Line
@@ -99,14 +99,7 @@ def parse_inbox(lines: Iterable[Line]) -> Iterator[InboxItem]:
     for number, line in enumerate(lines, 1):
         try:
             item = _item(line)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-            OverflowError,
-        ) as error:
+        except MALFORMED as error:
             what = one_line(error, 120)
             raise ConfigError(f"inbox.jsonl:{number} can't be understood: {what}") from None
         yield item

@@ -74,9 +74,6 @@ class RunReader:
     def tail(self, name: str) -> Tail:
         return Tail(self.url, name)
 
-    def new_events(self) -> NewEvents:
-        return NewEvents(self.url)
-
     def follow(self) -> Watch:
         return Watch(self.url)
 

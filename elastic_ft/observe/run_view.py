@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ft.config import Job
 from elastic_ft.config.section import COUNT_MAX
 from elastic_ft.core.layouts.layout import WISHES
-from elastic_ft.errors import ConfigError, one_line
+from elastic_ft.errors import MALFORMED, ConfigError, one_line
 from elastic_ft.observe import wording
 from elastic_ft.observe.journal import EVENTS
 from elastic_ft.observe.lines import Line
@@ -152,7 +152,7 @@ class RunView:
             name = "steps.jsonl"
             for step in steps[fed:]:
                 self._step(step)
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        except MALFORMED as error:
             what = one_line(error, 120)
             raise ConfigError(f"{name} has a line that can't be shown: {what}") from None
         return events

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from elastic_ft.errors import MALFORMED
 from elastic_ft.observe.lines import SEGMENTS
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
@@ -183,7 +184,7 @@ def number_of_first_line(name: str, content: bytes) -> int | None:
     try:
         line = json.loads(content[: content.find(b"\n") + 1])
         number = line[NUMBERS[name]]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except MALFORMED:
         return None
     return number if isinstance(number, int) and number >= 0 else None
 

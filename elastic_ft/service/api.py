@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from elastic_ft.errors import ConfigError, StoreFailed
 from elastic_ft.service.access import Caller, Rights, caller_of, check_site
 from elastic_ft.service.bodies import BODY_MAX, bytes_of, read_body
-from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, RUNS, WORDS, Crew, Streams
+from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, RUNS, WORDS, Crew
 from elastic_ft.service.floods import AskedTooMuch, Pace, Room
 from elastic_ft.service.listing import flag, listing_of
 from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
@@ -57,9 +57,9 @@ class Api:
     ) -> None:
         self._service, self._users, self._on_stop = service, users, on_stop
         self._closing, self._taking_in = False, 0  # no job is taken in; how many just are
-        self._streams = Streams(STREAMS_MAX, STREAMS_OF_ONE)
+        self._streams = Room("streams are followed", STREAMS_MAX, STREAMS_OF_ONE)
         self._pace = Pace(ASKED_PER_S, ASKED_TOGETHER, AT_ONCE_OF_ONE)
-        self._room = Room(BODIES_BYTES, BODIES_OF_ONE_BYTES)
+        self._room = Room("bytes are being read", BODIES_BYTES, BODIES_OF_ONE_BYTES)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=BODY_MAX, middlewares=[refused_in_a_line, self.known])
@@ -260,7 +260,7 @@ class Api:
             return _json({"logs": await LOGS.do(_by(request), reader)})
         if request.method == "HEAD":
             return await _event_stream(request)
-        with self._streams.one(_by(request)):
+        with self._streams.for_one(_by(request)):
             return await self._follow_logs(request, reader)
 
     async def _follow_logs(
@@ -296,7 +296,7 @@ class Api:
             return await _json_of(request, lambda: {name: [i.data for i in found if not i.kind]})
         if request.method == "HEAD":  # what would come, and nothing of it
             return await _event_stream(request)
-        with self._streams.one(_by(request)):
+        with self._streams.for_one(_by(request)):
             return await self._follow(request, stream, position)
 
     async def _follow(

@@ -4,10 +4,9 @@ in a line that has an end, and behind it are told to come again."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -73,30 +72,6 @@ class Crew:
                     if not table[by]:
                         del table[by]
                 self._begin()
-
-
-class Streams:
-    """How many are followed, by whom: each costs this process some work for as long as it lasts."""
-
-    def __init__(self, at_once_max: int, of_one_max: int) -> None:
-        self._at_once_max, self._of_one_max = at_once_max, of_one_max
-        self._open: Counter[str] = Counter()
-
-    @contextlib.contextmanager
-    def one(self, name: str) -> Iterator[None]:
-        """``name``: who follows; "" where nobody has to say. Of one thread. Raises
-        HTTPServiceUnavailable, AskedTooMuch."""
-        if name and self._open[name] >= self._of_one_max:
-            raise AskedTooMuch(f"{self._open[name]} streams are followed by {name} already")
-        if self._open.total() >= self._at_once_max:
-            raise web.HTTPServiceUnavailable(
-                text=f"{self._open.total()} streams are followed already: ask again later"
-            )
-        self._open[name] += 1
-        try:
-            yield
-        finally:
-            self._open[name] -= 1
 
 
 # What asks a store or the cluster: while that is away, it may take its time. Jobs that have ended,

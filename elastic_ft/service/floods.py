@@ -53,24 +53,25 @@ class Pace:
 
 
 class Room:
-    """For the bodies of requests under way: so many bytes, and of each who has a name so many. Of
-    one thread."""
+    """For what is under way, bodies of requests and streams: so much of it, and of each who has a
+    name so much. Of one thread.
 
-    def __init__(self, bytes_max: int, of_one_max: int) -> None:
-        self._bytes_max, self._of_one_max = bytes_max, of_one_max
+    Args:
+        what: in words, after how much of it there is.
+    """
+
+    def __init__(self, what: str, all_max: int, of_one_max: int) -> None:
+        self._what, self._all_max, self._of_one_max = what, all_max, of_one_max
         self._taken: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def for_one(self, name: str, size: int) -> Iterator[None]:
+    def for_one(self, name: str, size: int = 1) -> Iterator[None]:
         """``name``: "" where nobody has to say. Raises AskedTooMuch, HTTPServiceUnavailable."""
         if size and name and self._taken[name] + size > self._of_one_max:
-            taken = f"{self._taken[name]} bytes of {name}'s"
-            raise AskedTooMuch(f"{taken} are being read already")
-        if size and self._taken.total() + size > self._bytes_max:
-            taken = f"{self._taken.total()} bytes"
-            raise web.HTTPServiceUnavailable(
-                text=f"{taken} are being read already: ask again later"
-            )
+            raise AskedTooMuch(f"{self._taken[name]} {self._what} for {name} already")
+        if size and self._taken.total() + size > self._all_max:
+            taken = f"{self._taken.total()} {self._what} already"
+            raise web.HTTPServiceUnavailable(text=f"{taken}: ask again later")
         self._taken[name] += size
         try:
             yield

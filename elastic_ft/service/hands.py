@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from elastic_ft.config import parse_job
@@ -127,10 +127,7 @@ class JobHand:
         """None if it was never started. Raises StoreFailed: a job that runs must not be taken for
         one that does not."""
         content = if_there(lambda: self._store.get(MARK))
-        if content is None:
-            return None
-        found = json.loads(content)
-        return StartMark(int(found["start"]), int(found["seq"]))
+        return None if content is None else StartMark(**json.loads(content))
 
     def _is_submitted(self, job: SharedJob) -> bool:
         """A service may have been killed between the mark and the submission."""
@@ -159,7 +156,7 @@ class JobHand:
         self._ended_s, self._asked, self._stop_asked_s = None, None, -STOP_AGAIN_S
         self._ask_for(job)
         mark = StartMark(job.start, self.story.seq)
-        self._store.put(MARK, json.dumps({"start": mark.start, "seq": mark.seq}).encode())
+        self._store.put(MARK, json.dumps(asdict(mark)).encode())
         self._mark, self._submitted_s = mark, 0.0
         try:
             self._submit(parse_job(self.order.job), self.run_url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
+from elastic_ft.core.sharing.asks import ENDED, LIVE
 from elastic_ft.service.listing import LIMIT_MAX
 
 JsonSchema = dict[str, Any]
@@ -20,10 +21,7 @@ def _or_null(kind: str) -> JsonSchema:
 
 
 TEXT, WHOLE, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
-STATES = [
-    *("queued", "starting", "running", "suspended", "stopping"),
-    *("completed", "failed", "stopped"),
-]
+STATES = [*LIVE, *ENDED]
 JOB_PROPERTIES: JsonSchema = {
     "id": TEXT,
     "name": TEXT,

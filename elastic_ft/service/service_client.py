@@ -18,6 +18,7 @@ from typing import Any
 
 from elastic_ft.config import parse_yaml
 from elastic_ft.config.job_file import FILE_BYTES_MAX, check_size
+from elastic_ft.core.sharing.asks import ENDED
 from elastic_ft.errors import ConfigError, ElasticError, JobFailed
 from elastic_ft.service import told_answers
 from elastic_ft.service.access import read_token
@@ -35,7 +36,6 @@ AGAIN_S, AGAIN_MAX_S = 0.3, 60.0
 DOUBT_S = 600.0  # a submission that may have been taken in is asked about
 HELD_S = 10.0  # who still says something on a stream after that is not away
 AWAY, AWAY_BEHIND = (429, 503), (502, 504)  # of a service, and of a proxy before one
-ENDED = ("completed", "failed", "stopped")
 ANSWER_MAX, ANSWER_WITHIN_S, REFUSAL_MAX = 1 << 28, 600.0, 1 << 20  # bytes, and in which time
 LINE_MAX = 1 << 24  # bytes, of a stream
 PAGE = 500  # jobs that are asked for at a time

@@ -6,15 +6,15 @@ from __future__ import annotations
 from types import NoneType
 from typing import Any
 
+from elastic_ft.core.sharing.asks import ENDED, LIVE
+
 OR_NOT = (int, float, NoneType)
 JOB = {
     "id": str,
     "name": str,
     "queue": str,
     "priority": int,
-    "state": frozenset(
-        ["queued", "starting", "running", "suspended", "stopping", "completed", "failed", "stopped"]
-    ),
+    "state": frozenset((*LIVE, *ENDED)),
     "workers": {"now": int, "min": int, "max": int},
     "step": int,
     "steps": (int, NoneType),

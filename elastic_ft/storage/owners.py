@@ -26,7 +26,14 @@ from dataclasses import asdict, dataclass
 
 from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.typed import decoder
-from elastic_ft.errors import StateDamaged, StorageError, StoreFailed, Superseded, UsageError
+from elastic_ft.errors import (
+    MALFORMED,
+    StateDamaged,
+    StorageError,
+    StoreFailed,
+    Superseded,
+    UsageError,
+)
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import parallel
 from elastic_ft.storage.store import Store, if_there
@@ -35,7 +42,6 @@ FOLDER = "owners"
 TAKE_ATTEMPTS = 32  # lost races and lost acknowledgements
 LOOKUP_THREADS = 16
 BEHIND_MAX = 64  # runs that may yet come late
-NOT_OURS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _NUMBER = re.compile(rf"^{FOLDER}/(\d+)$")
 _FOUND = re.compile(rf"^{FOLDER}/(\d+)\.found$")
 
@@ -278,9 +284,9 @@ def _read(store: Store, number: int) -> Owner | None:
     try:
         try:
             return if_there(read)
-        except NOT_OURS:  # perhaps on its way
+        except MALFORMED:  # perhaps on its way
             return if_there(read)
-    except NOT_OURS as error:
+    except MALFORMED as error:
         raise StorageError(
             f"{store.url_of(key)} is not what a controller writes ({type(error).__name__}: "
             f"{error}): if no controller of this URL is alive, delete it"
@@ -288,7 +294,7 @@ def _read(store: Store, number: int) -> Owner | None:
 
 
 def _parse(content: bytes) -> Owner:
-    """Raises one of NOT_OURS."""
+    """Raises one of MALFORMED."""
     owner: Owner = decoder(Owner)(json.loads(content))
     return owner
 
@@ -316,5 +322,5 @@ def _job_of_checkpoints(store: Store) -> str | None:
 def _parse_keys(store: Store, key: str) -> frozenset[str]:
     try:
         return frozenset(map(str, json.loads(store.get(key))))
-    except (ValueError, TypeError, RecursionError) as error:
+    except MALFORMED as error:
         raise StorageError(f"{store.url_of(key)} is not a list of checkpoints: {error}") from None

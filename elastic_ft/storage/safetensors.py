@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_ft.core.manifest import COUNT_MAX, TensorSpec
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import StorageError, StoreFailed, one_line, printable
+from elastic_ft.errors import MALFORMED, StorageError, StoreFailed, one_line, printable
 from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, batched_by_size, parallel
 from elastic_ft.storage.store import Store, if_there, open_store
 
@@ -28,7 +28,6 @@ FILE_BYTES = 2**30  # of an exported file; one is in memory at a time
 HEADER_BYTES_MAX = 100 * 2**20  # as the reference implementation has it
 
 # What untrusted JSON makes of code that expects another shape of it.
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
 # torch's name -> the format's, bytes per element
 DTYPES = {

@@ -151,6 +151,27 @@ def test_a_victim_that_is_gone_is_sought_again(run: Written, tmp_path: Path) -> 
     assert cluster.done == [("KILL", 12)]
 
 
+def test_what_a_cluster_cant_do_is_said_and_holds_up_nothing(run: Written, tmp_path: Path) -> None:
+    scenario = faults(
+        tmp_path,
+        """
+        faults:
+          - {at_step: 1, kill: controller}
+          - {at_event: suspended, add: node}
+          - {at_step: 3, kill: worker, of_rank: 0}
+        """,
+    )
+    with Runner(scenario, str(tmp_path), Recorder()) as runner:
+        run.formed(1, 0, [10])
+        run.step(1)
+        until(lambda: "Unsupported" in "".join(runner.unfired))
+        run.line("events.jsonl", event="suspended", generation=1)
+        until(lambda: len(runner.fired) == 1)
+        run.step(3)
+        until(lambda: len(runner.fired) == 2)
+    assert runner.unfired == ["kill controller at step 1 (Unsupported: kill controller)"]
+
+
 def test_an_earlier_run_in_the_folder_triggers_nothing(run: Written, tmp_path: Path) -> None:
     run.formed(1, 0, [10])
     run.step(50)

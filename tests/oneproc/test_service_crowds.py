@@ -22,7 +22,7 @@ from elastic_ft.service import api, crews, hands, service, service_actor
 from elastic_ft.service.access import Rights, new_token, read_token
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
-from elastic_ft.service.crews import Streams
+from elastic_ft.service.floods import Room
 from elastic_ft.service.office import Office
 from elastic_ft.service.service import Service
 from elastic_ft.service.service_client import Client, ServiceAway
@@ -83,22 +83,22 @@ def test_who_asks_for_what_lies_in_a_store_holds_up_nobody_and_has_an_end(
 
 
 def test_streams_have_an_end_for_one_and_for_all() -> None:
-    streams = Streams(3, 2)
-    with streams.one("ann"), streams.one("ann"):
-        with pytest.raises(Exception, match="Too Many Requests"), streams.one("ann"):
+    streams = Room("streams", 3, 2)
+    with streams.for_one("ann"), streams.for_one("ann"):
+        with pytest.raises(Exception, match="Too Many Requests"), streams.for_one("ann"):
             pass
         third = pytest.raises(Exception, match="Service Unavailable")
-        with streams.one("bob"), third, streams.one("eve"):
+        with streams.for_one("bob"), third, streams.for_one("eve"):
             pass
-        with streams.one("eve"):
+        with streams.for_one("eve"):
             pass
-    with streams.one(""), streams.one(""), streams.one(""):  # nobody has to say who it is
-        pass
+    with streams.for_one(""), streams.for_one(""), streams.for_one(""):
+        pass  # nobody has to say who it is
 
 
 def test_who_follows_too_much_is_told_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand streams looked for news five times a second each."""
-    monkeypatch.setattr(served.api, "_streams", Streams(1, 1))
+    monkeypatch.setattr(served.api, "_streams", Room("streams are followed", 1, 1))
     monkeypatch.setattr(api, "PING_EVERY_S", 0.01)
     job = served.client().submit(JOB)["id"]
     url = f"{served.url}/api/v1/jobs/{job}"
@@ -111,7 +111,7 @@ def test_who_follows_too_much_is_told_so(served: Served, monkeypatch: pytest.Mon
             assert "1 streams are followed already" in json.loads(refused.value.read())["error"]
 
     def is_free() -> bool:
-        return not served.api._streams._open.total()
+        return not served.api._streams._taken.total()
 
     until(is_free, "who has gone is no reader")
 

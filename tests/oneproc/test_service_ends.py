@@ -106,7 +106,7 @@ def test_who_leaves_a_stream_leaves_nothing_in_the_log(
     job = served.client().submit(JOB)["id"]
     with urllib.request.urlopen(f"{served.url}/api/v1/jobs/{job}/events", timeout=WAIT_S) as stream:
         assert stream.readline().startswith(b": still")
-    until(lambda: not served.api._streams._open.total(), "whoever had it is gone")
+    until(lambda: not served.api._streams._taken.total(), "whoever had it is gone")
     assert served.client().status(job)["state"] == "queued"
     assert "Error handling request" not in caplog.text
 

@@ -65,18 +65,18 @@ def test_who_is_gone_is_followed_by_nobody(served: Served, monkeypatch: pytest.M
             asked = f"GET /api/v1/jobs/{job}/{kind} HTTP/1.1\r\nHost: localhost\r\n\r\n"
             reader.sendall(asked.encode())
             assert b" 200 " in reader.recv(4096).splitlines()[0]
-        until(lambda: served.api._streams._open.total() == 6, "they follow")
+        until(lambda: served.api._streams._taken.total() == 6, "they follow")
         for reader in readers[:3]:  # half-closed: to this server they are gone, too
             reader.shutdown(socket.SHUT_WR)
-        until(lambda: served.api._streams._open.total() == 3, "they are let go")
-    until(lambda: not served.api._streams._open.total(), "nobody follows")
+        until(lambda: served.api._streams._taken.total() == 3, "they are let go")
+    until(lambda: not served.api._streams._taken.total(), "nobody follows")
 
 
 def test_bodies_under_way_have_room_for_others_too(tmp_path: Path) -> None:
     """Thousands of megabytes were kept of who sent jobs slowly, until there was no memory left."""
     users = {name: Rights(new_token(tmp_path / name), write=("*",)) for name in ("ann", "bob")}
     served = Served(tmp_path / "F", users)
-    served.api._room = Room(3 * BODY_MAX, 2 * BODY_MAX)
+    served.api._room = Room("bytes are being read", 3 * BODY_MAX, 2 * BODY_MAX)
     head = (
         "POST /api/v1/jobs HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {read_token(tmp_path / 'ann')}\r\n"
@@ -87,11 +87,11 @@ def test_bodies_under_way_have_room_for_others_too(tmp_path: Path) -> None:
                 slow.enter_context(reached(served)).sendall(f"{head}{more}\r\n\r\n".encode())
             until(lambda: served.api._room._taken["ann"] == 2 * BODY_MAX, "they are read")
             ann, bob = (served.client(tmp_path / name) for name in ("ann", "bob"))
-            with pytest.raises(ServiceAway, match=r"bytes of ann's are being read already: ask "):
+            with pytest.raises(ServiceAway, match=r"bytes are being read for ann already: ask "):
                 ann.submit(JOB)
             assert ann.jobs() == []  # without a body
             assert bob.submit(JOB)["id"] == "tiny-1"
-            served.api._room._bytes_max = 2 * BODY_MAX
+            served.api._room._all_max = 2 * BODY_MAX
             with pytest.raises(ServiceAway, match=r"^16777216 bytes are being read already"):
                 bob.submit(JOB)
         until(lambda: not served.api._room._taken.total(), "who is gone has none")
@@ -102,7 +102,7 @@ def test_bodies_under_way_have_room_for_others_too(tmp_path: Path) -> None:
 
 def test_a_body_that_nobody_reads_takes_no_room(served: Served) -> None:
     """Of those who follow, each with a body that is to come: none was left for a job."""
-    served.api._room = Room(2 * BODY_MAX, 2 * BODY_MAX)
+    served.api._room = Room("bytes are being read", 2 * BODY_MAX, 2 * BODY_MAX)
     job = served.client().submit(JOB)["id"]
     head = f"GET /api/v1/jobs/{job}/steps HTTP/1.1\r\nHost: localhost\r\n"
     with contextlib.ExitStack() as opened:

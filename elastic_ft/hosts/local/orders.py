@@ -322,22 +322,27 @@ def is_readable(fd: int) -> bool:
 # ---------------------------------------------------------------------------- processes
 
 
+def _stat(pid: int) -> list[bytes]:
+    """What the kernel tells of a process, its state first; nothing where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+def _has_ended(stat: list[bytes]) -> bool:
+    return not stat or stat[0] in (b"Z", b"X")
+
+
 def ticks_of(pid: int) -> int:
     """When a process began, as the kernel counts; 0 if there is none, or it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0
-    state, *fields = stat.rpartition(b")")[2].split()
-    return 0 if state in (b"Z", b"X") else int(fields[18])
+    stat = _stat(pid)
+    return 0 if _has_ended(stat) else int(stat[19])
 
 
 def stands_still(pid: int) -> bool:
     """It stands still, SIGSTOPped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except OSError:
-        return False
+    return _stat(pid)[:1] == [b"T"]
 
 
 def lives(process: Forked) -> bool:
@@ -346,12 +351,8 @@ def lives(process: Forked) -> bool:
 
 def is_ending(process: Forked) -> bool:
     """Its threads have begun to exit: what is sent to it from now on is not what ends it."""
-    try:
-        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
-    except OSError:
-        return True
-    state, *fields = stat.rpartition(b")")[2].split()
-    return state in (b"Z", b"X") or bool(int(fields[5]) & PF_EXITING)
+    stat = _stat(process.pid)
+    return _has_ended(stat) or bool(int(stat[6]) & PF_EXITING)
 
 
 def number_of(name: str) -> int:
