@@ -336,7 +336,7 @@ def published(world: Truth, command: CommitCheckpoint) -> ComputedBy:
     return lineage
 
 
-def abandoned(world: Truth, command: AbandonCheckpoint) -> None:
+def attempt_dropped(world: Truth, command: AbandonCheckpoint) -> None:
     """I5: its shards are deleted, so nobody publishes it, or has."""
     step, generation = command.step, command.generation
     there = [c for c in world.store.good() if c.url.startswith(f"mem://{step}-{generation}-")]

@@ -188,7 +188,7 @@ class Simulation(Machines):
             case cmd.CommitCheckpoint():
                 self._commit(command)
             case cmd.AbandonCheckpoint():
-                checks.abandoned(self, command)
+                checks.attempt_dropped(self, command)
             case cmd.StartTimer(timer=name, generation=generation, after_s=after_s):
                 self.arm(name, generation, self.now_s + after_s)
             case cmd.FinishJob(status=status, reason=reason):

@@ -231,9 +231,9 @@ def test_a_checkpoint_abandoned_that_is_published_or_about_to_be(world: Simulati
     command = AbandonCheckpoint(2, 1, "too old")
     world.publishing.append(CommitCheckpoint(2, 3, ()))
     world.store.published.append(SimCheckpoint(2, "mem://2-4-1", (1, 1), world.controller))
-    checks.abandoned(world, command)
-    sees("I5", checks.abandoned, world, replace(command, generation=3))
-    sees("I5", checks.abandoned, world, replace(command, generation=4))
+    checks.attempt_dropped(world, command)
+    sees("I5", checks.attempt_dropped, world, replace(command, generation=3))
+    sees("I5", checks.attempt_dropped, world, replace(command, generation=4))
 
 
 def test_a_job_that_ends_with_its_last_state_nowhere(world: Simulation) -> None:
