@@ -177,7 +177,7 @@ def _is_handed_over(result: dict[str, Any], reason: str, out: str) -> bool:
     from elastic_ft.storage.store import open_store
 
     if result or reason:
-        return result.get("status") == "stopped" and reason.startswith(handover.REASON)
+        return handover.is_given(result | {"reason": reason})
     owner, ended = owners.newest(open_store(out))  # it may have removed our result.json
     return owner is not None and not ended
 

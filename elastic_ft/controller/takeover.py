@@ -250,7 +250,10 @@ class Takeover:
         if expected and run not in self._awaited:
             self._awaited.add(run)
             who = ", ".join(sorted(expected))
-            reason = f"the keepers of {who} save what they hold, within {patience.whole_s:g} s"
+            reason = (
+                f"the keepers of {who} may save what they hold: they have {patience.begin_s:.0f} s "
+                f"to begin, {patience.whole_s:g} s in all"
+            )
             self._observer.journal(
                 "emergency_awaited", 0, reason, {"run": run, "nodes": sorted(expected)}
             )
@@ -300,7 +303,7 @@ class Takeover:
         steps = sorted({shard.step for shard in gathered.shards if shard.step > newest})
         parts = [f"not all shards of steps {', '.join(map(str, steps))} are saved"] if steps else []
         if gathered.missing:
-            parts.append(f"the keepers of {', '.join(gathered.missing)} saved nothing in time")
+            parts.append(f"the keepers of {', '.join(gathered.missing)} have said nothing")
         if not parts:
             parts.append(
                 f"nothing was heard of the keepers of run {run}, which was not in this folder"

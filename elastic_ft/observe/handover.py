@@ -12,7 +12,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
 
@@ -32,6 +33,12 @@ TIMEOUT_S = 150.0  # a clean stop has 120 s (core.policy.Policy.stop_timeout_s)
 NEXT_S = 60.0  # for a controller to follow on one that is gone: it imports torch
 SEEN_S, SEEN_REMOTE_S = 3.5, 12.0  # within which one that lives renews its sign
 CLOCKS_S = 120.0  # by which the clock of another machine may be slow
+
+
+def is_given(result: Mapping[str, Any]) -> bool:
+    """Whether a run with this result.json has ended because another start takes the job over."""
+    reason = str(result.get("reason") or "")
+    return result.get("status") == "stopped" and reason.startswith(REASON)
 
 
 def await_handover(

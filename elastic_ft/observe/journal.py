@@ -378,7 +378,7 @@ _CHECKPOINTS = (
            "step recorded", "{reason}"),
     _event("emergency_incomplete", "What the keepers saved makes no newer checkpoint.",
            "run step nodes", "{reason}", step="Of the newest checkpoint.",
-           nodes="Whose keepers saved nothing in time."),
+           nodes="Whose keepers were expected, and said nothing."),
 )
 # fmt: on
 GROUPS: dict[str, tuple[JournalEvent, ...]] = {

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from elastic_ft.errors import ConfigError, JobFailed, StoreFailed
-from elastic_ft.observe import alive
+from elastic_ft.observe import alive, handover
 from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import FailureKind
@@ -20,6 +20,7 @@ from elastic_ft.storage.store import Store, StoreError, open_store
 
 NAME, NOW = "stop.json", "stop-now.json"
 POLL_S = 0.2
+FOLLOWS_S = 20.0  # for another start to claim the job that it was given: it imports torch
 MAY_PASS = (FailureKind.UNREACHABLE, FailureKind.BUSY)  # an outage
 WITH_CHECKPOINT, AT_ONCE = "elastic-ft stop", "elastic-ft stop --now"  # in the journal
 
@@ -32,7 +33,7 @@ def stop(run_url: str, now: bool, say: Callable[[str], object], timeout_s: float
     stopping = _Stopping(run_url, now, say)
     vigil, pause, until_s = alive.Vigil(run_url), threading.Event(), time.monotonic() + timeout_s
     while not (ended := stopping.look()):
-        if dead := vigil.look():
+        if not stopping.is_followed and (dead := vigil.look()):
             raise JobFailed(f"{run_url}: nothing is to be stopped: {dead}")
         if time.monotonic() > until_s:
             raise JobFailed(f"{run_url}: not stopped after {timeout_s:g} s; {stopping.stands()}")
@@ -47,7 +48,13 @@ class _Stopping:
     def __init__(self, run_url: str, now: bool, say: Callable[[str], object]) -> None:
         self._url, self._now, self._say = run_url, now, say
         self._store = open_store(run_url, deadline_s=alive.READ_DEADLINE_S)
-        self._asked = self._away = ""
+        self._asked = self._away = self._gave = ""
+        self._gave_until_s = 0.0
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the run that was looked at has given the job to another, which is to come."""
+        return self._gave != ""
 
     def look(self) -> str:
         """How the job has ended; "" if it has not. Raises ConfigError where it had before;
@@ -69,6 +76,9 @@ class _Stopping:
         owner, ended = owners.newest(self._store)
         if owner is None:
             raise ConfigError(f"{self._url}: not a run folder: no controller was ever here")
+        if ended and self._awaits_next(owner.run):
+            return ""
+        self._gave = ""
         if ended and not self._asked:
             raise ConfigError(f"{self._url}: the job has ended: {_end(self._url)}")
         if not ended and self._asked != owner.run:
@@ -77,6 +87,17 @@ class _Stopping:
             at_once = " at once" if self._now else ""
             self._say(f"run {owner.run}, on {owner.host}, is asked to stop{at_once}")
         return _end(self._url) if ended else ""
+
+    def _awaits_next(self, run: str) -> bool:
+        """Whether who has been given the job by ``run`` may yet claim it; or has, and removed the
+        result of a run that was asked to stop. Raises StoreFailed."""
+        result = RunReader(self._url).known_result()
+        if not (handover.is_given(result) if result else self._asked == run):
+            return False
+        now_s = time.monotonic()
+        if self._gave != run:
+            self._gave, self._gave_until_s = run, now_s + FOLLOWS_S
+        return now_s < self._gave_until_s
 
     def stands(self) -> str:
         """What has become of the request."""
