@@ -172,6 +172,8 @@ class Runner:
         except Exception as error:  # this fault can't be; the others can
             pending.error = f"{type(error).__name__}: {error}"
             pending.hopeless = True
+            if last:
+                self._undone(pending)
             return
         if not last:
             self._done(pending, member)
@@ -215,6 +217,12 @@ class Runner:
         }
         self.fired.append(line)
         self._note(line)
+
+    def _undone(self, pending: Pending) -> None:
+        """It was noted before its time, and did not happen."""
+        self.fired = [line for line in self.fired if line["index"] != pending.index]
+        self._pending.append(pending)
+        self._note({"undone": pending.index, "error": pending.error})
 
     def _note(self, line: Line) -> None:
         if self._log is not None:
@@ -372,4 +380,6 @@ acts: dict[type, Callable[[Runner, Any, Line], object]] = {
 
 def fired_in(log: Path | None) -> set[int]:
     """Indices of the external faults that a run folder's log says have fired."""
-    return {line["index"] for line in read_lines(log) if "index" in line} if log else set()
+    lines = read_lines(log) if log else []
+    undone = {line["undone"] for line in lines if "undone" in line}
+    return {line["index"] for line in lines if "index" in line} - undone

@@ -152,45 +152,63 @@ def return_overdue(turn: Turn, controller: str) -> None:
     adoption = turn.state.adoption
     if adoption is None or str(adoption.controller) != controller:
         return
-    if silent := _needed(turn, adoption):
-        _wait_on(turn, adoption, silent)
+    if awaited := _needed(turn, adoption):
+        _wait_on(turn, adoption, awaited)
         return
     left = turn.state.left
     needed = {node for node, _ in (*left.awaited, *left.shards)}
     workers = list(adoption.workers)
     nodes = [node for node in adoption.keepers if node not in needed]
     turn.set(adoption=replace(adoption, said=True))
-    why = f"it has not called the new controller within {turn.policy.return_timeout_s:g} s"
+    waited_s = turn.policy.return_timeout_s
+    if adoption.waits:
+        waited_s = round(turn.at_s - adoption.at_s, 1)
+    why = f"it has not called the new controller within {waited_s:g} s"
     for node in nodes:
         lose_keeper(turn, node, why)
     for worker in workers:
         turn.do(cmd.KillWorker(worker, why))
-    lose(turn, workers, "worker_lost", why, turn.policy.return_timeout_s)
+    lose(turn, workers, "worker_lost", why, waited_s)
 
 
 def _needed(turn: Turn, adoption: Adoption) -> list[NodeId]:
-    """The nodes from which nobody has called, if committed steps may be lost with all of them, and
-    they may yet call: the store that says who has the job may be slow."""
+    """The nodes of which not all have called that may yet call, where committed steps may be lost
+    with them: the store that says who has the job may be slow.
+
+    Who is known to be lost counts as well: what it had, others must have.
+    """
     state = turn.state
-    if state.assignment is None or turn.at_s >= adoption.at_s + turn.policy.controller_timeout_s:
+    if state.assignment is None or _looks_s(turn, adoption) <= 0:
         return []
-    members = {member.node: None for member in turn.members}
-    missing = {member.node for member in turn.members if member.worker in adoption.workers}
     kept = state.keepers.keys() - adoption.keepers.keys()
-    silent = [node for node in members if node in missing and node not in kept]
-    copies = turn.policy.copies if state.assignment.layout.is_cut else len(members)
-    return silent if len(silent) >= min(copies, len(members)) else []
+    called = state.ready.keys() - adoption.workers.keys()
+    awaited = dict.fromkeys(m.node for m in turn.members if m.worker in adoption.workers)
+    if not state.assignment.is_cut:  # who has called has it all; so has the first one's keeper
+        spared = turn.members[0].node in kept or any(m.worker in called for m in turn.members)
+        return [] if spared else list(awaited)
+    unheard = {m.node for m in turn.members if m.worker not in called} - kept
+    nodes = {m.node for m in turn.members}
+    if len(unheard) < min(turn.policy.copies, len(nodes)):
+        return []
+    return [node for node in awaited if node in unheard]
 
 
-def _wait_on(turn: Turn, adoption: Adoption, silent: list[NodeId]) -> None:
-    more_s = turn.policy.controller_timeout_s - (turn.at_s - adoption.at_s)
-    turn.journal(
-        "return_awaited",
-        f"nobody of {', '.join(silent)} has called controller {adoption.controller}, and committed "
-        f"steps may be lost with them: they have {more_s:.0f} s more",
-        controller=adoption.controller,
-        nodes=silent,
-    )
+def _looks_s(turn: Turn, adoption: Adoption) -> float:
+    """For how long, from now on, workers and keepers may look for the controller."""
+    return adoption.at_s + turn.policy.controller_timeout_s - turn.at_s
+
+
+def _wait_on(turn: Turn, adoption: Adoption, awaited: list[NodeId]) -> None:
+    more_s = _looks_s(turn, adoption)
+    if not adoption.waits:
+        turn.set(adoption=replace(adoption, waits=True))
+        turn.journal(
+            "return_awaited",
+            f"not all of {', '.join(awaited)} have called controller {adoption.controller}, and "
+            f"committed steps may be lost with them: they have {more_s:.0f} s more",
+            controller=adoption.controller,
+            nodes=awaited,
+        )
     again_s = min(turn.policy.return_timeout_s, more_s)
     turn.do(cmd.StartTimer(f"{RETURN} {adoption.controller}", 0, again_s))
 
@@ -200,13 +218,17 @@ def _wait_on(turn: Turn, adoption: Adoption, silent: list[NodeId]) -> None:
 
 def respite_s(turn: Turn, timer: str) -> float:
     """How much longer ``timer`` of the present phase is to run: its full time from the last change
-    of the controller on, if somebody was to answer meanwhile. 0: its time is over."""
+    of the controller on, if somebody was to answer meanwhile; and as long as somebody looks for the
+    controller, who can't answer (``RETURN`` is for who does not call). 0: its time is over."""
     adoption = turn.state.adoption
     full = _ANSWERED_WITHIN_S.get(timer)
     if adoption is None or full is None:
         return 0.0
     full_s = full(turn.policy)
-    return min(full_s, max(0.0, adoption.at_s + full_s - turn.at_s))
+    left_s = adoption.at_s + full_s - turn.at_s
+    if not adoption.is_complete:
+        left_s = max(left_s, _looks_s(turn, adoption))
+    return min(full_s, max(0.0, left_s))
 
 
 _ANSWERED_WITHIN_S: dict[str, Callable[[Policy], float]] = {

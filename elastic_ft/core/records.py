@@ -175,6 +175,7 @@ class Adoption:
         keepers: the nodes of those that have not called it.
         newest: the newest generation that any worker who called has heard of.
         said: the journal has that nobody is waited for any more.
+        waits: the journal has that steps may be lost with who has not called.
     """
 
     controller: int
@@ -183,6 +184,7 @@ class Adoption:
     keepers: Table[NodeId, None] = field(default_factory=Table)
     newest: int = 0
     said: bool = False
+    waits: bool = False
 
     @property
     def is_complete(self) -> bool:

@@ -16,8 +16,9 @@ crash between two operations harmless:
 - A record is cut back (a rollback): first the tail is put, which begins where a segment that stays
   ends, then the later segments are deleted. They begin where the tail does, or after it.
 
-The lines of ``inbox.jsonl`` have no gap: where one is found, the store's list lags, and the file
-counts as not readable just now. Another job would be gone on with.
+A store's list may lag behind what was put. Where lines are missing between two segments, the one
+that would begin there is asked for by its key: a controller would go on from a story with a hole.
+Where there is none, they are missing for good (of steps, they never were there).
 
 Segments that don't count are deleted before another is closed: later tails begin after them.
 """
@@ -44,7 +45,7 @@ NUMBERS = {
     "steps.jsonl": "step",
     "ledger.jsonl": "step",
 }
-WITHOUT_GAPS = ("inbox.jsonl",)
+FIRST = {"events.jsonl": 0, "inbox.jsonl": 0, "steps.jsonl": 1, "ledger.jsonl": 1}
 READ_ATTEMPTS = 5  # of a file that is cut back at the same moment
 
 
@@ -105,38 +106,55 @@ def read_segments(store: Store, name: str, known: Found | None = None) -> Found:
         counting = [key for key in keys if _counts(key, name, tail)]
         sizes, bodies = {}, {}
         try:
-            for key in counting:
-                if known is not None and key in known.sizes:
-                    sizes[key] = known.sizes[key]
-                else:
-                    bodies[key] = store.get(key)
-                    sizes[key] = len(bodies[key])
+            for key, body in _segments(store, name, counting, tail, known):
+                if body is not None:
+                    bodies[key] = body
+                sizes[key] = known.sizes[key] if body is None and known else len(body or b"")
         except StoreError as error:
             if error.kind is FailureKind.MISSING:  # deleted: the tail is another one by now
                 continue
             raise
         # Segments are deleted after the tail was put. If it begins as it did, none was.
         head = tail[: tail.find(b"\n") + 1]
-        if _has_gap(name, counting, bodies, tail):
-            continue
         if not head or store.get(name, 0, len(head)) == head:
             ignored = tuple(key for key in keys if key not in sizes)
             return Found(tail, sizes, bodies, ignored)
-    why = "changes while it is read, or the store's list lacks a segment of it"
-    raise StoreError(f"{store.url_of(name)} {why}", FailureKind.BUSY)
+    raise StoreError(f"{store.url_of(name)} changes while it is read", FailureKind.BUSY)
 
 
-def _has_gap(name: str, keys: list[str], bodies: dict[str, bytes], tail: bytes) -> bool:
-    """Whether lines are missing between the segments ``keys``, or between them and the tail."""
-    last = number_of_first_line(name, tail)
-    if name not in WITHOUT_GAPS or last is None:
-        return False
-    due: int | None = 0
-    for key, begin in [*((key, int(key.rpartition("/")[2])) for key in keys), ("", last)]:
-        if due not in (begin, None):
-            return True
-        due = begin + bodies[key].count(b"\n") if key in bodies else None
-    return False
+def _segments(
+    store: Store, name: str, counting: list[str], tail: bytes, known: Found | None
+) -> Iterator[tuple[str, bytes | None]]:
+    """Those before the tail, in their order, also where the list lacks one; None for the content of
+    one that is known. Raises StoreError."""
+    due: int | None = FIRST[name]  # of the line that comes next; None: not told
+    for key in [*counting, None]:
+        begin = number_of_first_line(name, tail) if key is None else _number(key)
+        while due is not None and begin is not None and due < begin:
+            if (unlisted := _get_unlisted(store, _key(name, due))) is None:
+                break
+            yield _key(name, due), unlisted
+            due = _following(name, unlisted, due)
+        if key is None:
+            return
+        body = None if known is not None and key in known.sizes else store.get(key)
+        yield key, body
+        due = None if body is None else _following(name, body, _number(key))
+
+
+def _get_unlisted(store: Store, key: str) -> bytes | None:
+    try:
+        return store.get(key)
+    except StoreError as error:
+        if error.kind is FailureKind.MISSING:
+            return None
+        raise
+
+
+def _following(name: str, body: bytes, begin: int) -> int | None:
+    """The number after that of the last line of a segment."""
+    last = number_of_first_line(name, body[body.rstrip(b"\n").rfind(b"\n") + 1 :])
+    return None if last is None or last < begin else last + 1
 
 
 def _unchanged(tail: bytes, known: Found) -> Found | None:
@@ -176,7 +194,11 @@ def _counts(key: str, name: str, tail: bytes) -> bool:
     if not tail:
         return False
     begins = number_of_first_line(name, tail)
-    return begins is None or int(key.rpartition("/")[2]) < begins
+    return begins is None or _number(key) < begins
+
+
+def _number(key: str) -> int:
+    return int(key.rpartition("/")[2])
 
 
 def number_of_first_line(name: str, content: bytes) -> int | None:

@@ -20,6 +20,7 @@ from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import SharedJob, as_many, count, removed
+from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ElasticError, StoreFailed, UsageError, one_line
 from elastic_ft.hosts.ray.names import (
     Remains,
@@ -58,6 +59,9 @@ class StartMark:
 
     start: int = 0
     seq: int = -1
+
+
+_mark = decoder(StartMark)
 
 
 class JobHand:
@@ -127,7 +131,7 @@ class JobHand:
         """None if it was never started. Raises StoreFailed: a job that runs must not be taken for
         one that does not."""
         content = if_there(lambda: self._store.get(MARK))
-        return None if content is None else StartMark(**json.loads(content))
+        return None if content is None else _mark(json.loads(content))
 
     def _is_submitted(self, job: SharedJob) -> bool:
         """A service may have been killed between the mark and the submission."""

@@ -12,6 +12,7 @@ A store belongs to the process that opened it: client threads and sockets don't 
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import time
@@ -87,7 +88,9 @@ class Store:
 
     def within(self, deadline_s: float) -> Store:
         """The same, with another deadline."""
-        return Store(self.url, self.backend, deadline_s, self.attempts)
+        other = copy.copy(self)
+        other.deadline_s = deadline_s
+        return other
 
     def url_of(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url

@@ -106,8 +106,11 @@ def as_batch(given: Any) -> Batch:
 
 
 def is_another(over: Any, trained_on: Loader) -> bool:
-    """Whether it is a loader of data that is not trained on: held-out data."""
-    return isinstance(over, DataLoader) and over.dataset is not trained_on.dataset
+    """Whether it is a loader of data that is not trained on: held-out data. Beside a stream, or
+    data that the script draws, that can't be told."""
+    if not isinstance(over, DataLoader) or trained_on.is_stream or trained_on.is_drawn:
+        return False
+    return over.dataset is not trained_on.dataset
 
 
 def go_over(over: Iterable[Any], enumerated: bool, function: Callable[..., Any]) -> None:

@@ -28,7 +28,8 @@ def stack_of(thread: int) -> tuple[str, ...]:
 
 def frame_line(filename: str, line: int, function: str) -> str:
     """``torch/nn/modules/module.py:1562 _call_impl``: without where it is installed."""
-    for mark in ("site-packages/", sysconfig.get_paths()["stdlib"] + "/", "elastic_ft/"):
+    stdlib = sysconfig.get_paths()["stdlib"] + "/"
+    for mark in ("site-packages/", "dist-packages/", stdlib, "elastic_ft/"):
         _, found, tail = filename.rpartition(mark)
         if found:
             filename = f"elastic_ft/{tail}" if mark == "elastic_ft/" else tail
@@ -54,7 +55,8 @@ def collective_in(frames: tuple[str, ...]) -> str:
 
 def own_code_in(frames: tuple[str, ...]) -> str:
     """The innermost frame of the job's own code: no library's and not ours; or an empty string."""
-    return next((frame for frame in frames if frame.startswith("/")), "")
+    own = (f for f in frames if f.startswith("/") and "/torchinductor_" not in f)
+    return next(own, "")
 
 
 # --------------------------------------------------------------------- by the keeper of a node

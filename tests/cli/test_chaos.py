@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chaos.clusters import Cluster
-from chaos.runner import Runner
+from chaos.runner import LOG, Runner, fired_in
 from chaos.scenario import SCENARIOS, arm, load_scenario
 from elastic_ft.observe.run_reader import Tail, Watch
 from tests.waiting import until
@@ -159,17 +159,23 @@ def test_what_a_cluster_cant_do_is_said_and_holds_up_nothing(run: Written, tmp_p
           - {at_step: 1, kill: controller}
           - {at_event: suspended, add: node}
           - {at_step: 3, kill: worker, of_rank: 0}
+          - {at_step: 1, kill: terminal}
         """,
     )
+    log = tmp_path / LOG
     with Runner(scenario, str(tmp_path), Recorder()) as runner:
         run.formed(1, 0, [10])
         run.step(1)
-        until(lambda: "Unsupported" in "".join(runner.unfired))
+        until(lambda: "".join(runner.unfired).count("Unsupported") == 2)
         run.line("events.jsonl", event="suspended", generation=1)
         until(lambda: len(runner.fired) == 1)
         run.step(3)
         until(lambda: len(runner.fired) == 2)
-    assert runner.unfired == ["kill controller at step 1 (Unsupported: kill controller)"]
+    assert runner.unfired == [
+        "kill controller at step 1 (Unsupported: kill controller)",
+        "kill terminal at step 1 (Unsupported: kill terminal)",
+    ]
+    assert fired_in(log) == {1, 2}, "the last one was noted before it could not be"
 
 
 def test_an_earlier_run_in_the_folder_triggers_nothing(run: Written, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from elastic_ft.keeper.processes import process_facts, spy
 from elastic_ft.observe import replay
 from elastic_ft.observe.journal_text import brief
 from elastic_ft.transport.control import Inspect, Stood
-from elastic_ft.transport.stacks import collective_in, frame_line, stack_of
+from elastic_ft.transport.stacks import collective_in, frame_line, own_code_in, stack_of
 from tests.multiproc.harness import Gate, Run, run_job
 
 
@@ -264,6 +264,17 @@ def test_who_waits_is_told_where_the_jobs_own_code_hangs() -> None:
     assert reason == "ranks 0, 1 at resharding of step 5, in /home/me/model.py:9 make"
     line = {"event": event, "reason": reason, **fields}
     assert brief(line) == "ranks 0, 1 stood still in /home/me/model.py:9 make"
+
+
+def test_a_librarys_code_is_not_the_jobs_own_wherever_it_lies() -> None:
+    debian = "/usr/local/lib/python3.12/dist-packages/torch/nn/modules/module.py"
+    frames = (
+        frame_line(debian, 1, "_call_impl"),
+        "/tmp/torchinductor_me/ab/cab.py:7 call",
+        "/home/me/train.py:3 main",
+    )
+    assert frames[0] == "torch/nn/modules/module.py:1 _call_impl"
+    assert own_code_in(frames) == "/home/me/train.py:3 main"
 
 
 def test_nobody_is_told_of_code_that_only_waits_for_who_hangs() -> None:

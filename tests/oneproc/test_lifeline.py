@@ -326,6 +326,47 @@ def test_a_store_that_is_slow_tells_of_a_successor_all_the_same(
     found[0].close()
 
 
+class Clock:
+    """What ``succession`` has of ``time``."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class TakesItsTime:
+    """A store each call of which takes ``takes_s``, or all that it may, if that is less."""
+
+    def __init__(self, store: Store, clock: Clock, takes_s: float) -> None:
+        self.url, self._store, self._clock, self._takes_s = store.url, store, clock, takes_s
+        self._deadline_s = 0.0
+
+    def within(self, deadline_s: float) -> Any:
+        self._deadline_s = deadline_s
+        return self
+
+    def get(self, key: str) -> bytes:
+        self._clock.now_s += min(self._takes_s, self._deadline_s)
+        if self._takes_s > self._deadline_s:
+            raise StoreFailed(f"{key}: no answer for {self._deadline_s:g} s")
+        return self._store.get(key)
+
+
+def test_a_look_that_begins_in_time_may_end_later(
+    realm: Realm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut to the time that was left, and ended as one that finds nobody."""
+    monkeypatch.setattr(succession, "time", clock := Clock())
+    realm.take_over("127.0.0.1:1")
+    realm.reigning()
+    slow = TakesItsTime(realm.store, clock, 8.0)
+    search = realm.search(store=slow.within)
+    found = search.run(12.0, threading.Event())  # 5, then 8 of the 7 that are left
+    assert found, search._trouble
+    found[0].close()
+
+
 class MuteStore:
     def __init__(self) -> None:
         self.url = "s3://bucket/job"

@@ -313,6 +313,13 @@ def test_each_goes_over_held_out_data_as_a_plain_loop() -> None:
     assert seen == [(0, [1.0, 2.0]), (1, [3.0])]
 
 
+def test_beside_a_stream_each_can_not_tell_what_is_held_out() -> None:
+    ctx, _ = context()
+    ctx._loader = Loader(ctx, drawn_bundle())
+    with pytest.raises(ConfigError, match=r"expected the loader that ctx\.prepare has returned"):
+        ctx.each(DataLoader([1.0], batch_size=2))(lambda batch: None)
+
+
 def test_each_refuses_the_loader_of_before_prepare() -> None:
     ctx, loader = context()
     with pytest.raises(ConfigError, match=r"expected the loader that ctx\.prepare has returned"):
