@@ -109,6 +109,7 @@ def replay(
 ) -> int:
     """Decide a run's events again: each decision must be the same."""
     from elastic_ft.observe.replay import check_replay
+    from elastic_ft.observe.wording import counted
 
     run = RunReader(journal.removesuffix("events.jsonl") or ".")
     for name in ("events.jsonl", "inbox.jsonl"):
@@ -121,6 +122,9 @@ def replay(
         )
         return 1
     print(f"{verdict.told} events, {verdict.decisions} decisions: each as recorded")
+    if verdict.torn:
+        lines = counted(verdict.torn, "line")
+        print(f"but for {lines} at the end of a start that was killed, in one of both files alone")
     return 0
 
 

@@ -6,6 +6,7 @@ changed since, or that the journal is not what happened.
 
 from __future__ import annotations
 
+import itertools
 import json
 import typing
 from collections.abc import Iterable, Iterator
@@ -130,19 +131,32 @@ def _sender(line: Line) -> tuple[str, int]:
 
 
 @dataclass(slots=True)
+class Start:
+    """From where the job is started to where it is started again, whoever is in charge.
+
+    Attributes:
+        decisions: the journal lines that the core asks for, without at_s and seq.
+        noted: sequence numbers of other journal lines, up to the next start's first decision.
+        ended: in good order. One that was killed may have lines in one of both files alone.
+    """
+
+    decisions: list[Line] = field(default_factory=list)
+    noted: set[int] = field(default_factory=set)
+    ended: bool = False
+
+
+@dataclass(slots=True)
 class Replayed:
     """What the core decides, told so.
 
     Attributes:
-        decisions: the journal lines that it asks for, without at_s and seq.
-        noted: sequence numbers of other journal lines.
+        starts: the first one is what comes before any, or the rest of one.
         since: the sequence number of the first journal line that it can be compared with.
         state: at the end.
     """
 
     told: int = 0
-    decisions: list[Line] = field(default_factory=list)
-    noted: set[int] = field(default_factory=set)
+    starts: list[Start] = field(default_factory=lambda: [Start()])
     since: int = 0
     state: State = field(default_factory=State)
     finish: cmd.FinishJob | None = None
@@ -157,10 +171,10 @@ def replay(inbox: Iterable[InboxItem], accounts: Accounts | None = None) -> Repl
             policy = item.policy
             continue
         if isinstance(item, ReplayEnd):
-            done.until_s = item.at_s
+            done.until_s, done.starts[-1].ended = item.at_s, True
             continue
         if isinstance(item, Noted):
-            done.noted.add(item.seq)
+            done.starts[-1].noted.add(item.seq)
             continue
         if isinstance(item, Snapshot):
             if not done.told:  # else it is of what we know
@@ -170,10 +184,12 @@ def replay(inbox: Iterable[InboxItem], accounts: Accounts | None = None) -> Repl
             raise ConfigError("inbox.jsonl does not begin with the policy: it can't be replayed")
         if isinstance(item.event, ev.JobStarted):
             done.state = State()
+            done.starts.append(Start())
         done.told, done.until_s = done.told + 1, item.at_s
         try:
             done.state, commands = decide(done.state, item.event, policy)
-            done.decisions.extend(line for command in commands for line in journal_line_of(command))
+            lines = [line for command in commands for line in journal_line_of(command)]
+            done.starts[-1].decisions.extend(lines)
         except Exception as error:  # told nonsense, the core may raise anything
             what = one_line(error, 120)
             told = f"event {done.told}, {type(item.event).__name__}"
@@ -198,11 +214,15 @@ def journal_line_of(command: cmd.Command) -> Iterator[Line]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayVerdict:
-    """``difference``: in words; empty if every decision is the recorded one."""
+    """Attributes:
+    difference: in words; empty if every decision is the recorded one.
+    torn: lines that one of both alone has, at the ends of starts that were killed.
+    """
 
     told: int
     decisions: int
     difference: str = ""
+    torn: int = 0
 
 
 def check_replay(url: str | Path, *, exact: bool = True) -> ReplayVerdict:
@@ -215,18 +235,34 @@ def check_replay(url: str | Path, *, exact: bool = True) -> ReplayVerdict:
     lines = run.events()
     if odd := [line for line in lines if not isinstance(line.get("seq"), int)]:
         raise ConfigError(f"events.jsonl: a line has no seq: {str(odd[0])[:120]}")
-    recorded = [line for line in lines if line["seq"] >= done.since]
-    recorded = [line for line in recorded if line["seq"] not in done.noted]
-    same, decided = 0, _to_be_written(done.decisions, recorded)
-    for then, now in zip(recorded, decided, strict=False):
-        if found := _difference(then, now, exact):
-            return ReplayVerdict(done.told, same, f"journal line {then['seq']}: {found}")
-        same += 1
-    if alone := recorded[same:]:
-        return ReplayVerdict(done.told, same, f"the journal alone has {_shown(alone[0])}")
-    if more := decided[same:]:
-        return ReplayVerdict(done.told, same, f"the core alone has {_shown(more[0])}")
-    return ReplayVerdict(done.told, same)
+    parts = _by_start([line for line in lines if line["seq"] >= done.since])
+    same = torn = 0
+    for start, part in itertools.zip_longest(done.starts, parts):
+        start, part = start or Start(), part or []
+        recorded = [line for line in part if line["seq"] not in start.noted]
+        decided = _to_be_written(start.decisions, recorded)
+        for then, now in zip(recorded, decided, strict=False):
+            if found := _difference(then, now, exact):
+                return ReplayVerdict(done.told, same, f"journal line {then['seq']}: {found}")
+            same += 1
+        alone, more = recorded[len(decided) :], decided[len(recorded) :]
+        if start.ended or start is done.starts[-1] or part is parts[-1]:
+            if alone:
+                return ReplayVerdict(done.told, same, f"the journal alone has {_shown(alone[0])}")
+            if more:
+                return ReplayVerdict(done.told, same, f"the core alone has {_shown(more[0])}")
+        torn += len(alone) + len(more)
+    return ReplayVerdict(done.told, same, torn=torn)
+
+
+def _by_start(recorded: list[Line]) -> list[list[Line]]:
+    """As ``Replayed.starts``."""
+    parts: list[list[Line]] = [[]]
+    for line in recorded:
+        if line["event"] == "job_started":
+            parts.append([])
+        parts[-1].append(line)
+    return parts
 
 
 def _to_be_written(decisions: list[Line], recorded: list[Line]) -> list[Line]:

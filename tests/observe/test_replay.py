@@ -68,6 +68,40 @@ def test_a_journal_that_is_not_what_happened_is_found_out(
     assert "equal decisions" in capfd.readouterr().err
 
 
+def killed(folder: Path, decided_last: int, told_last: int) -> Path:
+    """user_error_and_restart, as if its first start had been killed: of the journal there is what
+    was decided up to that line, of the inbox so many lines of that start."""
+    shutil.copytree(KEPT / "user_error_and_restart", folder)
+    events, inbox = (read_lines(folder / f"{name}.jsonl") for name in ("events", "inbox"))
+    again = next(line["seq"] for line in events[2:] if line["event"] == "metrics_served")
+    lost = again - 1 - decided_last
+    begin = next(i for i, line in enumerate(inbox) if line.get("seq") == again)
+
+    def earlier(line: dict[str, Any]) -> dict[str, Any]:
+        return line | {"seq": line["seq"] - lost} if "seq" in line else line
+
+    events = [*events[: decided_last + 1], *map(earlier, events[again:])]
+    inbox = [*inbox[:told_last], *map(earlier, inbox[begin:])]
+    for name, lines in (("events", events), ("inbox", inbox)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_what_a_kill_tore_off_at_a_starts_end_is_no_difference(tmp_path: Path) -> None:
+    """All processes killed under s3://: the inbox was uploaded, and the journal not yet."""
+    folder = killed(tmp_path / "journal", decided_last=16, told_last=47)
+    verdict = replay.check_replay(folder, exact=False)
+    assert (verdict.difference, verdict.torn) == ("", 1)
+    folder = killed(tmp_path / "inbox", decided_last=17, told_last=40)
+    verdict = replay.check_replay(folder, exact=False)
+    assert verdict.difference == "" and verdict.torn > 0
+
+
+def test_what_is_missing_of_a_start_that_ended_well_is_a_difference(tmp_path: Path) -> None:
+    folder = killed(tmp_path / "run", decided_last=16, told_last=48)
+    assert "the core alone has" in replay.check_replay(folder, exact=False).difference
+
+
 def test_a_run_of_a_version_before_policies_were_recorded_is_refused(tmp_path: Path) -> None:
     def without_policy(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [line for line in lines if line["type"] != "Policy"]
