@@ -22,6 +22,7 @@ from elastic_ft.worker.party import LEFT
 from elastic_ft.worker.steering import Steering
 
 log = logging.getLogger(__name__)
+NOBODY = -1  # no rank's: who has left, as it was found first
 STANDS = "stands"  # in the store, by rank: how often it has said so, and where
 ADVICE = "let step.number, or what all ranks have, decide, and no count of the script's own"
 
@@ -39,7 +40,7 @@ class Parting:
         self, standing: Callable[[], int], break_off: Callable[[Groups, str], None]
     ) -> None:
         self._standing, self._break_off = standing, break_off
-        self._at: tuple[int, str] = (0, "")  # generation, and where this rank was
+        self._at: tuple[int, int, str] = (0, 0, "")  # generation, step, and where this rank was
         self._heard: dict[int, tuple[int, str]] = {}  # of others, since this one stands there
         self._said = 0
         self._asking: threading.Thread | None = None
@@ -50,11 +51,12 @@ class Parting:
         if own is None or loop is None or not loop.party.is_whole or loop.groups.world_size == 1:
             return
         groups = loop.groups
-        before, self._at = self._at, (groups.generation, own.at.in_words())
-        if self._at != before or not self._at[1] or not waits(stack_of(self._standing())):
+        where = own.at.in_words()
+        before, self._at = self._at, (groups.generation, loop.step, where)
+        if self._at != before or not where or not waits(stack_of(self._standing())):
             self._heard = {}
         elif self._asking is None or not self._asking.is_alive():
-            asking = partial(self._ask, groups, self._at[1], self._heard)
+            asking = partial(self._ask, groups, where, self._heard)
             self._asking = threading.Thread(target=asking, name="parting", daemon=True)
             self._asking.start()
 
@@ -71,7 +73,8 @@ class Parting:
 
 def elsewhere(groups: Groups, where: str, said: int, heard: dict[int, tuple[int, str]]) -> str:
     """Says that this rank stands at ``where``. Returns who stands elsewhere, or has left; "" if
-    nobody is known to: one has to have said so again, else it may have gone on.
+    nobody is known to: one has to have said so again, else it may have gone on; and who has left is
+    to be found so again, else what this rank waited for may have come just now.
 
     ``heard``: what the others had said, and have now.
     """
@@ -79,7 +82,8 @@ def elsewhere(groups: Groups, where: str, said: int, heard: dict[int, tuple[int,
     assert store is not None
     store.set(f"{STANDS}/{groups.rank}", f"{said} {where}")
     if store.check([LEFT]):
-        return bytes(store.get(LEFT)).decode()
+        left = bytes(store.get(LEFT)).decode()
+        return left if heard.setdefault(NOBODY, (said, left))[0] < said else ""
     for rank in range(groups.world_size):
         key = f"{STANDS}/{rank}"
         if rank == groups.rank or not store.check([key]):

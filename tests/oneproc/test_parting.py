@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from elastic_ft.worker import parting
 from elastic_ft.worker.parting import Parting, elsewhere
-from elastic_ft.worker.party import Party
+from elastic_ft.worker.party import LEFT, Party
 from elastic_ft.worker.whereabouts import Whereabouts
 
 FIFTH, SIXTH = "is in the function of step 5", "is in the function of step 6"
@@ -55,13 +55,14 @@ def test_who_says_it_again_stands_elsewhere(ranks: list[Rank]) -> None:
     assert ranks[0].looks(SIXTH) == f"rank 1 {FIFTH}"
 
 
-def test_who_has_left_is_seen_at_once(ranks: list[Rank]) -> None:
+def test_who_has_left_is_seen_at_the_second_look(ranks: list[Rank]) -> None:
     def broken() -> None:
         raise InterruptedError  # it would wait for the other one
 
     ranks[1].groups.check = broken
     with pytest.raises(InterruptedError):
         Party(ranks[1].groups).leave(4)
+    assert ranks[0].looks(FIFTH) == ""
     assert ranks[0].looks(FIFTH) == "rank 1 has left its loop after step 4"
 
 
@@ -76,7 +77,7 @@ def test_parties_rightly_stand_apart_until_they_meet(
     looks = []
     for rank, errands in zip(ranks, (1, 2), strict=True):
         groups = SimpleNamespace(**vars(rank.groups), generation=1)
-        loop = SimpleNamespace(groups=groups, party=SimpleNamespace(is_whole=is_whole))
+        loop = SimpleNamespace(groups=groups, party=SimpleNamespace(is_whole=is_whole), step=0)
         own = SimpleNamespace(at=Whereabouts(errands=errands, is_pending=True))
         part = Parting(threading.get_ident, lambda groups, why: broken.append(why))
         looks.append((part, own, loop))
@@ -86,6 +87,38 @@ def test_parties_rightly_stand_apart_until_they_meet(
             if part._asking is not None:
                 part._asking.join(10)
     assert bool(broken) == is_whole, broken
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_who_was_waited_for_may_have_come_and_left_between_two_looks(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """A rank that exports for long, makes the last steps in no time, and leaves its loop, was taken
+    for one that had parted from who had waited for it."""
+    monkeypatch.setattr(parting, "waits", lambda stack: True)
+    broken: list[str] = []
+    groups = SimpleNamespace(**vars(ranks[0].groups), generation=1)
+    loop = SimpleNamespace(groups=groups, party=SimpleNamespace(is_whole=True), step=3)
+    own = SimpleNamespace(at=Whereabouts(errands=1, is_pending=True))
+    part = Parting(threading.get_ident, lambda groups, why: broken.append(why))
+
+    def look() -> None:
+        part.look(own, loop)  # type: ignore[arg-type]
+        if part._asking is not None:
+            part._asking.join(10)
+
+    look()
+    look()
+    groups.store.set(LEFT, "rank 1 has left its loop after step 5")
+    look()
+    assert not broken
+    if goes_on:
+        loop.step = 5  # in the next errand, that has the same words
+        look()
+        assert not broken
+    look()
+    look()
+    assert broken, "it waits for who never comes"
 
 
 def test_who_has_just_come_says_the_same_of_an_evaluation_that_all_make() -> None:
