@@ -17,7 +17,6 @@ from elastic_ft.core.commands import DropKept, ReleaseWorker, UseKeeper
 from elastic_ft.core.events import StepApplied
 from elastic_ft.errors import StoreFailed
 from elastic_ft.faults import Points
-from elastic_ft.storage.local_files import Local
 from elastic_ft.storage.store import Store, open_store
 from elastic_ft.transport import succession
 from elastic_ft.transport.control import Hello, Note, connect
@@ -298,34 +297,6 @@ def test_a_worker_whose_line_ends_waits_for_the_next_controller(realm: Realm) ->
     assert len(first.messages) == 1
 
 
-class SlowFolder(Local):
-    """Its answers take a while."""
-
-    def __init__(self, root: Path, takes_s: float) -> None:
-        super().__init__(root)
-        self._takes_s = takes_s
-
-    def get(self, key: str, start: int | None, end: int | None, timeout_s: float) -> bytes:
-        time.sleep(min(self._takes_s, timeout_s))
-        if timeout_s < self._takes_s:
-            raise TimeoutError(f"no answer for {timeout_s:g} s")
-        return bytes(super().get(key, start, end, timeout_s))
-
-
-def test_a_store_that_is_slow_tells_of_a_successor_all_the_same(
-    realm: Realm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its workers never found it, and were given up with 30 committed steps."""
-    monkeypatch.setattr(succession, "LOOK_UP_S", 0.1)
-    realm.take_over("127.0.0.1:1")
-    realm.reigning()
-    slow = Store(realm.url, SlowFolder(Path(realm.url), 0.3))
-    search = realm.search(store=slow.within)
-    found = search.run(SOON_S, threading.Event())
-    assert found, search._trouble
-    found[0].close()
-
-
 class Clock:
     """What ``succession`` has of ``time``."""
 
@@ -353,16 +324,18 @@ class TakesItsTime:
         return self._store.get(key)
 
 
-def test_a_look_that_begins_in_time_may_end_later(
-    realm: Realm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("within_s", [60.0, 12.0], ids=["in time", "begun in time"])
+def test_a_store_that_is_slow_tells_of_a_successor_all_the_same(
+    realm: Realm, monkeypatch: pytest.MonkeyPatch, within_s: float
 ) -> None:
-    """It was cut to the time that was left, and ended as one that finds nobody."""
+    """Its workers never found it, and were given up with 30 committed steps. Nor is a look cut to
+    the time that is left when it begins: after one of 5 s, 8 of the 7 that are left."""
     monkeypatch.setattr(succession, "time", clock := Clock())
     realm.take_over("127.0.0.1:1")
     realm.reigning()
     slow = TakesItsTime(realm.store, clock, 8.0)
     search = realm.search(store=slow.within)
-    found = search.run(12.0, threading.Event())  # 5, then 8 of the 7 that are left
+    found = search.run(within_s, threading.Event())
     assert found, search._trouble
     found[0].close()
 
