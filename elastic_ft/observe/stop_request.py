@@ -89,10 +89,10 @@ class _Stopping:
         return _end(self._url) if ended else ""
 
     def _awaits_next(self, run: str) -> bool:
-        """Whether who has been given the job by ``run`` may yet claim it; or has, and removed the
-        result of a run that was asked to stop. Raises StoreFailed."""
+        """Whether who has been given the job by ``run``, which has ended, may yet claim it. No
+        result: somebody who begins has removed it, as nobody ends without. Raises StoreFailed."""
         result = RunReader(self._url).known_result()
-        if not (handover.is_given(result) if result else self._asked == run):
+        if result and not handover.is_given(result):
             return False
         now_s = time.monotonic()
         if self._gave != run:

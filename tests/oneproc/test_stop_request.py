@@ -89,6 +89,28 @@ def test_a_stop_between_two_starts_is_of_the_second(tmp_path: Path, looks: list[
         assert stopped.result(DEADLINE_S) == f"stopped: {stop_request.WITH_CHECKPOINT}"
 
 
+def test_a_start_that_claims_the_job_as_we_look_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """We have read that run1 has ended; before we read how, run2 has removed that."""
+    store = open_store(str(tmp_path))
+    end(store, begin(store, "run1"), GIVEN)
+    begun: list[owners.Claim] = []
+
+    def newest(of: Store) -> tuple[owners.Owner | None, bool]:
+        known = look(of)
+        if not begun:
+            begun.append(begin(store, "run2"))
+        return known
+
+    look = owners.newest
+    monkeypatch.setattr(owners, "newest", newest)
+    with stopping(store.url) as stopped:
+        until(lambda: stopped.done() or is_asked(store, "run2")(), within_s=DEADLINE_S)
+        end(store, begun[0], {"status": "stopped", "reason": stop_request.WITH_CHECKPOINT})
+        assert stopped.result(DEADLINE_S) == f"stopped: {stop_request.WITH_CHECKPOINT}"
+
+
 def test_who_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_request, "FOLLOWS_S", 0.5)
     store = open_store(str(tmp_path))
