@@ -21,7 +21,7 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.models.experts import MixtureDecoder
 
 MULTIPLE = 16  # of rows and columns, for the kernels
-HEADS = ("output", "lm_head")  # logits are computed in full
+HEADS = ("output", "lm_head")  # outside of layers: logits are computed in full
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
@@ -93,7 +93,13 @@ def _multiple(job: Job) -> int:
 def _is_converted(part: nn.Module, name: str, multiple: int) -> bool:
     return (
         isinstance(part, nn.Linear)
-        and name.rpartition(".")[2] not in HEADS
+        and not _makes_logits(name)
         and part.in_features % multiple == 0
         and part.out_features % multiple == 0
     )
+
+
+def _makes_logits(name: str) -> bool:
+    """What a layer calls its output is no head: layers are in a list, each by its number."""
+    *path, last = name.split(".")
+    return last in HEADS and not any(part.isdecimal() for part in path)

@@ -42,8 +42,9 @@ def test_layers_are_converted_and_the_state_is_as_without(kind: str) -> None:
     losses, names_too, converted = trained({"dtype": "bf16", "fp8": kind})
     assert names_too == names
     assert not none
-    assert {"layers.0.ffn.up", "layers.1.ffn.down"} <= converted
-    assert "output" not in converted
+    parts = {f"attention.{name}" for name in ("query", "key", "value", "output")}
+    parts |= {f"ffn.{name}" for name in ("gate", "up", "down")}
+    assert converted == {f"layers.{i}.{part}" for i in range(2) for part in parts}, "no head"
     assert losses != plain
     assert losses == pytest.approx(plain, rel=0.01)
 
@@ -63,7 +64,7 @@ def test_ranks_that_share_a_layer_have_sizes_that_kernels_take() -> None:
     job = job_of(precision=TENSORWISE, parallel={"tp": 2})
     model = converting(job, torch.device("cpu"), lambda: decoder(32), 16)()
     found = {n for n, part in model.named_modules() if type(part).__name__ == "Float8Linear"}
-    assert found == {f"layers.{i}.attention.query" for i in range(2)}
+    assert found == {f"layers.{i}.attention.{n}" for i in range(2) for n in ("query", "output")}
     with pytest.raises(ConfigError, match=r"multiples of 64 \(16 for each of parallel\.tp\)"):
         converting(
             job_of(precision=TENSORWISE, parallel={"tp": 4}), torch.device("cpu"), decoder, 16
