@@ -48,8 +48,9 @@ def converting(
     """What makes the job's model, as ``factory`` does, ready to be cut. Raises ConfigError for a
     GPU that has no kernels.
 
-    Gradients of weights are sums over a micro-batch's tokens. Of another number than kernels take
-    it is filled up with zeros, for which everything is copied once more.
+    Gradients of weights are sums over a micro-batch's tokens. Of another number than kernels take,
+    or of one that is not known, it is filled up with zeros, for which everything is copied once
+    more.
     """
     kind = job.precision.fp8
     if kind is None:
@@ -65,12 +66,13 @@ def converting(
         check_float8(job, model)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        tokens = job.batch.micro_batch_size * tokens_per_sample
-        longer = tokens_per_sample % _ranks(job) != 0  # a sequence is, where ranks share it
+        known = tokens_per_sample % _ranks(job) == 0  # a sequence is longer, where ranks share it
+        known &= job.data.path is None  # else a batch may be as long as its samples happen to be
+        tokens = job.batch.micro_batch_size * (tokens_per_sample if known else 1)
         config = replace(
             Float8LinearConfig.from_recipe_name(kind),
             emulate=device.type == "cpu",
-            pad_inner_dim=tokens % MULTIPLE != 0 or longer,
+            pad_inner_dim=tokens % MULTIPLE != 0,
         )
         wanted = partial(_is_converted, multiple=_multiple(job))
         convert_to_float8_training(model, module_filter_fn=wanted, config=config)

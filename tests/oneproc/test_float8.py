@@ -101,15 +101,29 @@ def as_gpus_do(a: torch.Tensor, b: torch.Tensor, **given: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize(("tokens", "padded"), [(24, True), (32, False), (1, True)])
+@pytest.mark.parametrize(
+    ("data", "tokens", "found", "padded"),
+    [
+        ({"url": "stdlib:"}, 24, 24, True),
+        ({"url": "stdlib:"}, 32, 32, False),
+        ({"path": "a_users:dataset"}, 32, 24, True),
+        ({"path": "a_users:dataset"}, 1, 1, True),
+    ],
+)
 def test_a_micro_batch_has_any_number_of_tokens(
-    monkeypatch: pytest.MonkeyPatch, kind: str, tokens: int, padded: bool
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    data: dict[str, str],
+    tokens: int,
+    found: int,
+    padded: bool,
 ) -> None:
-    """A weight's gradient is a product over them, and kernels take multiples of 16 alone."""
+    """A weight's gradient is a product over them, and kernels take multiples of 16 alone. A user's
+    batches may be shorter than its samples are said to be."""
     monkeypatch.setattr(torch, "_scaled_mm", as_gpus_do)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     batch = {"global_batch_size": 4, "micro_batch_size": 1}
-    job, found = job_of(precision={"dtype": "bf16", "fp8": kind}, batch=batch), []
+    job, made = job_of(precision={"dtype": "bf16", "fp8": kind}, batch=batch, data=data), []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         make = converting(
@@ -118,8 +132,8 @@ def test_a_micro_batch_has_any_number_of_tokens(
         model = make().to(torch.bfloat16)
         assert model[0].config.pad_inner_dim is padded
         assert model[0].config.emulate is (device == "cpu")
-        x = torch.randn(1, tokens, 32, dtype=torch.bfloat16).requires_grad_()
+        x = torch.randn(1, found, 32, dtype=torch.bfloat16).requires_grad_()
         model(x).square().sum().backward()
-        found.append([x.grad, model[0].weight.grad])
-    for emulated, by_kernel in zip(*found, strict=True):
+        made.append([x.grad, model[0].weight.grad])
+    for emulated, by_kernel in zip(*made, strict=True):
         torch.testing.assert_close(by_kernel, emulated, rtol=2e-2, atol=2e-2)
