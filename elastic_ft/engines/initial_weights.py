@@ -19,6 +19,8 @@ from elastic_ft.storage.safetensors import CONFIG, Rows, SafetensorsFolder
 
 CONVERTED = ("float64", "float32", "float16", "bfloat16")  # into one another; nothing else is
 NAMED_MAX = 3  # in a message
+# As mixtures' files on the Hub have them, and transformers' modules do not.
+EACH, APART = ".experts.0.", "a tensor for each expert, and these are not put together"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ def match(
         candidates = [*known, *(name.removeprefix(base) for name in known)]
         source = next((n for n in candidates if n in found and n not in taken), None)
         if source is None:
-            problems.append(f"{known[0]} is missing")
+            apart = ".experts." in known[0] and any(EACH in name for name in found)
+            problems.append(f"{known[0]} is {'there as ' + APART if apart else 'missing'}")
             continue
         taken.add(source)
         spec, dtype = found[source], str(tensors[identity].dtype).removeprefix("torch.")

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 # In configurations on the Hub, and not in transformers' own any more: it converts them, or they
 # mean nothing to a decoder.
 CONVERTED = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+UNDECLARED = ("head_dim",)  # read by the code of some models whose configuration does not have it
 MEANINGLESS = ("n_ctx", "task_specific_params", "_name_or_path", "_attn_implementation_autoset")
 
 
@@ -124,7 +125,8 @@ def _build_transformers(
             "expected a name such as llama, qwen3 or gpt2"
         )
     try:
-        values = _known(values, AutoConfig.for_model(model_type), model_type)
+        defaults = AutoConfig.for_model(model_type)
+        values = _known(values, defaults, model_type)
         values["use_cache"] = False  # the cache serves generation; here it costs memory
         if vocab_size is not None:
             values.setdefault("vocab_size", vocab_size)
@@ -133,6 +135,7 @@ def _build_transformers(
         length_max = getattr(config, "max_position_embeddings", None)
         _check_fits("model.transformers.max_position_embeddings", length_max, sequence_length)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _check_taken(model, defaults, values, model_type)
         _check_trained_in_full("model.transformers", model)
         return model if lora is None else add_adapters(model, lora)
     except ModelError:
@@ -163,7 +166,7 @@ def known_settings(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     if values.get("quantization_config") is not None:
         raise ModelError(f"{key}: config.json: quantization_config: the weights are quantised")
     defaults = mapping[kind]()
-    kept = {"model_type", *CONVERTED}
+    kept = {"model_type", *CONVERTED, *UNDECLARED}
     return {name: v for name, v in values.items() if name in kept or hasattr(defaults, name)}
 
 
@@ -191,14 +194,28 @@ def configuration(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) ->
 
 def _known(values: dict[str, Any], defaults: Any, model_type: str) -> dict[str, Any]:
     """Without what does not matter here; transformers itself keeps unknown keys without a word."""
-    known = {"attn_implementation", "torch_dtype", "dtype", *MEANINGLESS}
+    known = {"attn_implementation", "torch_dtype", "dtype", *UNDECLARED, *MEANINGLESS}
     if hasattr(defaults, "rope_parameters"):
         known.update(CONVERTED)
     for key in values:
         if key not in known and not hasattr(defaults, key):
-            raise ModelError(f"model.transformers.{key}: unknown key for {model_type}")
+            raise _unknown(key, model_type)
     left_out = {"torch_dtype", "dtype", *MEANINGLESS}
     return {key: value for key, value in values.items() if key not in left_out}
+
+
+def _check_taken(
+    model: nn.Module, defaults: Any, values: Mapping[str, Any], model_type: str
+) -> None:
+    """Raises ModelError for a key that neither the configuration has nor the model's code reads."""
+    for key in values.keys() & {*UNDECLARED}:
+        taken = any(getattr(part, key, None) == values[key] for part in model.modules())
+        if not taken and not hasattr(defaults, key):
+            raise _unknown(key, model_type)
+
+
+def _unknown(key: str, model_type: str) -> ModelError:
+    return ModelError(f"model.transformers.{key}: unknown key for {model_type}")
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:

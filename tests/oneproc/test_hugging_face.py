@@ -13,6 +13,7 @@ from elastic_ft.config import ModelConfig, parse_job
 from elastic_ft.core.layouts.work import ModelShape
 from elastic_ft.errors import ModelError
 from elastic_ft.models import build_model, loss_sum
+from elastic_ft.models.build import known_settings
 from elastic_ft.models.describe import describe_job
 
 SIZES = {
@@ -96,6 +97,29 @@ ON_THE_HUB: dict[str, dict[str, Any]] = {
         "transformers_version": "4.51.0",
         "use_cache": True,
         "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen 3 with experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "head_dim": 128,  # which transformers' own configuration has not
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "torch_dtype": "bfloat16",
         "vocab_size": 151936,
     },
     "mixtral": {
@@ -235,6 +259,10 @@ def test_a_configuration_is_pasted_whole(name: str) -> None:
     model = build_on_meta(values)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.config.use_cache is False
+    if "head_dim" in values:
+        attention = model.model.layers[0].self_attn
+        assert len(attention.q_proj.weight) == values["head_dim"] * values["num_attention_heads"]
+        assert known_settings(values, "model.pretrained")["head_dim"] == values["head_dim"]
     if "rope_theta" in values:
         assert model.config.rope_parameters["rope_theta"] == values["rope_theta"]
     if scaling := values.get("rope_scaling"):
@@ -251,6 +279,8 @@ def test_unknown_keys_are_still_refused() -> None:
     for key in ("n_layer", "rope_thta", "quantization_config"):
         with pytest.raises(ModelError, match=f"model.transformers.{key}: unknown key for llama"):
             build_on_meta(MODELS["llama"] | {"model_type": "llama", key: 1})
+    with pytest.raises(ModelError, match=r"model\.transformers\.head_dim: unknown key for gpt2"):
+        build_on_meta(ON_THE_HUB["gpt 2"] | {"head_dim": 32})
 
 
 def half() -> nn.Module:

@@ -87,6 +87,15 @@ def test_it_answers_as_from_pretrained_does(tmp_path: Path, kind: str) -> None:
     assert torch.equal(found, expected)
 
 
+def test_experts_that_are_a_tensor_each_are_refused_by_that_name(tmp_path: Path) -> None:
+    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = transformers.AutoConfig.for_model("qwen3_moe", **sizes, head_dim=16)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="up_proj is there as a tensor for each expert, ") as no:
+        ours(str(tmp_path))
+    assert "q_proj" not in str(no.value)
+
+
 def test_each_run_of_rows_is_read(tmp_path: Path) -> None:
     """A rank may have several of a tensor: of experts, where ranks share these out."""
     model, url = save(tmp_path), str(tmp_path)
