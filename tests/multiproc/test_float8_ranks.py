@@ -17,13 +17,7 @@ from elastic_ft.models.decoder import Block, Decoder, DecoderConfig, rotations
 from tests.multiproc import pool as ranks
 from tests.multiproc.harness import make_job
 from tests.multiproc.pool import Pool
-from tests.multiproc.test_compiling import (
-    DENSE,
-    FLOAT8,
-    assert_all_was_compiled_early,
-    assert_losses,
-    disturbed,
-)
+from tests.multiproc.test_compiling import DENSE, FLOAT8, assert_losses, disturbed
 from tests.oneproc.test_float8 import as_gpus_do
 
 SIZES = DecoderConfig(50, 1, 64, 4, 2, 96, 16)
@@ -97,11 +91,8 @@ def test_shared_layers_are_those_of_one_process(processes: Pool, kind: str, devi
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_they_lose_some_ranks_and_get_others(tmp_path: Path, compiled: bool) -> None:
+def test_they_lose_some_ranks_and_get_others(tmp_path: Path) -> None:
     """A killed worker takes its pair out of the world, as layers are shared by two."""
-    run = disturbed(tmp_path, 4, parallel={"tp": 2, "compile": compiled}, **DENSE, **FLOAT8).run
+    run = disturbed(tmp_path, 4, parallel={"tp": 2, "compile": False}, **DENSE, **FLOAT8).run
     assert run.worlds() == [4, 2, 4], run.story()
-    if compiled:
-        assert_all_was_compiled_early(run, graphs=2)
     assert_losses(run, 0.003, **DENSE, **FLOAT8)
