@@ -20,6 +20,11 @@ from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.batch import Batch
 from elastic_ft.training.loader import Loader
 
+NO_LOSS = (
+    "ctx.each: the function returned without ctx.backward(loss), or caught what that raises: it "
+    "stands where loss.backward() stood, in no bare `except:`"
+)
+
 
 class NextMicroBatch(BaseException):  # no Exception: a script's own ``except`` lets it through
     """Leaves the body: its gradients are there, and the next micro-batch comes."""
@@ -39,6 +44,8 @@ class MicroTurns:
         self._is_telling, self._thread = False, threading.get_ident()
         self.was_left = False  # the body, by NextMicroBatch
 
+    is_another = False  # this call is the one that makes the step
+
     def run(self, body: Callable[[Any], None]) -> None:
         """Calls it with each micro-batch. Raises ConfigError where a call has told no loss."""
         for micro in self._given():
@@ -53,10 +60,7 @@ class MicroTurns:
             self._is_told, left = False, self._left
             yield micro
             if self._left == left or (left > 1 and not self.was_left):
-                raise ConfigError(
-                    "ctx.each: the function returned without ctx.backward(loss), or caught what "
-                    "that raises: it stands where loss.backward() stood, in no bare `except:`"
-                )
+                raise ConfigError(NO_LOSS)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -68,7 +72,7 @@ class MicroTurns:
         """Whether ``loss.backward()`` here and now tells a micro-batch's loss."""
         return not self._is_telling and threading.get_ident() == self._thread
 
-    def before_backward(self) -> None:
+    def before_backward(self, scaler: Any = None) -> None:
         """Raises ConfigError."""
         self._is_telling = True
         if self._is_told:
