@@ -239,7 +239,8 @@ def _losses_in(function: Any, depth: int) -> int:
 
 
 def _count(nodes: Iterable[ast.AST], called: Callable[[ast.Call], int]) -> int:
-    """The most that one way through the statements comes to; a loop counts for two passes."""
+    """The most that one way through the statements comes to. A loop that makes steps, too, counts
+    for two passes: without them it accumulates gradients, which the job does itself."""
     total = 0
     for node in nodes:
         if isinstance(node, FUNCTIONS):
@@ -248,8 +249,14 @@ def _count(nodes: Iterable[ast.AST], called: Callable[[ast.Call], int]) -> int:
             either = max(_count(node.body, called), _count(node.orelse, called))
             total += _count([node.test], called) + either
         elif isinstance(node, (ast.For, ast.While)):
-            total += 2 * _count(node.body, called) + _count(node.orelse, called)
+            passes = 1 + any(map(_is_step, ast.walk(node)))
+            total += passes * _count(node.body, called) + _count(node.orelse, called)
         else:
             total += called(node) if isinstance(node, ast.Call) else 0
             total += _count(ast.iter_child_nodes(node), called)
     return total
+
+
+def _is_step(node: ast.AST) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr == "step"
