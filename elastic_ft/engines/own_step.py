@@ -169,8 +169,11 @@ class OwnStep:
 
     def values(self) -> dict[str, Any]:
         """Of weights and registered objects, by name, as copies."""
-        named = {f"a weight ({n})": p for m in self.models for n, p in m.named_parameters()}
-        return {n: p.detach().clone() for n, p in named.items()} | self.own.values()
+        found = self.own.values()
+        for number, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                found[f"a weight (model {number}, {name})"] = parameter.detach().clone()
+        return found
 
     def schedulers(self) -> list[LRScheduler]:
         return self.own.of_kind(LRScheduler)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.batch import Batch
+from elastic_ft.training.held_out import HeldOut
 from elastic_ft.training.loader import Loader
 
 NO_LOSS = (
@@ -111,7 +112,9 @@ def as_batch(given: Any) -> Batch:
 
 def is_another(over: Any, trained_on: Loader) -> bool:
     """Whether it is a loader of data that is not trained on: held-out data. Beside a stream, or
-    data that the script draws, that can't be told."""
+    data that the script draws, that can't be told, but of what ``prepare`` was given with it."""
+    if isinstance(over, HeldOut):
+        return True
     if not isinstance(over, DataLoader) or trained_on.is_stream or trained_on.is_drawn:
         return False
     return over.dataset is not trained_on.dataset

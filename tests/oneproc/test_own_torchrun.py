@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.context import Context
+from elastic_ft.training.each import is_another
 from elastic_ft.training.found import watch
 from tests.oneproc.own_loops import Own
 from tests.oneproc.test_own_arguments import context, prepared, samples
@@ -80,9 +81,13 @@ def test_a_distributed_sampler_stays(ctx: Context) -> None:
 
 
 def test_a_held_out_loader_without_one_has_its_epoch_set_too(ctx: Context) -> None:
-    """minGPT's Trainer sets it of both loaders, after ``sampler=`` was left out of them."""
-    *_, held_out = prepared(ctx, samples(), samples())
+    """minGPT's Trainer sets it of both loaders, after ``sampler=`` was left out of them; then it
+    goes over either by one line, which refused a held-out one that was prepared."""
+    trained, held_out = prepared(ctx, samples(), samples())
     held_out.sampler.set_epoch(1)
+    seen = list[Any]()
+    ctx.each(held_out, enumerated=True)(lambda i, batch: seen.append((i, len(batch))))
+    assert seen == [(i, 2) for i in range(8)] and not is_another(trained, trained)
 
 
 def test_drop_last_is_what_is_done_anyway() -> None:
