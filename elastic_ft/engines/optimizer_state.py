@@ -48,7 +48,7 @@ class OptimizerState:
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._parameters = {n: p for n, p in parameters.items() if id(p) in trained}
         self._check_whole()
-        materialise(stepped)
+        self._materialise(stepped)
         self._own_keys = [*map(self._own, self.optimizer.param_groups, stepped.param_groups)]
         if staged and any(self._own_keys):
             keys = ", ".join(sorted({key for keys in self._own_keys for key in keys}))
@@ -226,6 +226,15 @@ class OptimizerState:
             map(is_cut, self._parameters.values())
         ):
             raise self._refused("takes matrices as a whole, and they are sharded: use strategy ddp")
+
+    def _materialise(self, stepped: torch.optim.Optimizer) -> None:
+        try:
+            materialise(stepped)
+        except (TypeError, AssertionError) as error:
+            raise self._refused(
+                f"does not step by step() alone ({error}): one that asks for a closure (LBFGS, "
+                "SAM) is refused: take its base, and write the passes over the batch in @ctx.step"
+            ) from error
 
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(f"optimizer.name: {type(self.optimizer).__name__} {why}")

@@ -18,7 +18,13 @@ from torch.utils.data import DataLoader
 
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.batch import Batch
+from elastic_ft.training.held_out import HeldOut
 from elastic_ft.training.loader import Loader
+
+NO_LOSS = (
+    "ctx.each: the function returned without ctx.backward(loss), or caught what that raises: it "
+    "stands where loss.backward() stood, in no bare `except:`"
+)
 
 
 class NextMicroBatch(BaseException):  # no Exception: a script's own ``except`` lets it through
@@ -39,6 +45,8 @@ class MicroTurns:
         self._is_telling, self._thread = False, threading.get_ident()
         self.was_left = False  # the body, by NextMicroBatch
 
+    is_another = False  # this call is the one that makes the step
+
     def run(self, body: Callable[[Any], None]) -> None:
         """Calls it with each micro-batch. Raises ConfigError where a call has told no loss."""
         for micro in self._given():
@@ -53,10 +61,7 @@ class MicroTurns:
             self._is_told, left = False, self._left
             yield micro
             if self._left == left or (left > 1 and not self.was_left):
-                raise ConfigError(
-                    "ctx.each: the function returned without ctx.backward(loss), or caught what "
-                    "that raises: it stands where loss.backward() stood, in no bare `except:`"
-                )
+                raise ConfigError(NO_LOSS)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -68,7 +73,7 @@ class MicroTurns:
         """Whether ``loss.backward()`` here and now tells a micro-batch's loss."""
         return not self._is_telling and threading.get_ident() == self._thread
 
-    def before_backward(self) -> None:
+    def before_backward(self, scaler: Any = None) -> None:
         """Raises ConfigError."""
         self._is_telling = True
         if self._is_told:
@@ -107,7 +112,9 @@ def as_batch(given: Any) -> Batch:
 
 def is_another(over: Any, trained_on: Loader) -> bool:
     """Whether it is a loader of data that is not trained on: held-out data. Beside a stream, or
-    data that the script draws, that can't be told."""
+    data that the script draws, that can't be told, but of what ``prepare`` was given with it."""
+    if isinstance(over, HeldOut):
+        return True
     if not isinstance(over, DataLoader) or trained_on.is_stream or trained_on.is_drawn:
         return False
     return over.dataset is not trained_on.dataset

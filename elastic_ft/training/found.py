@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from elastic_ft.config.trained import BatchConfig
 from elastic_ft.training.forgotten import reachable
+from elastic_ft.training.torchrun import watch_wrappers
 
 _asked: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 _made: list[LRScheduler | torch.amp.GradScaler] = []  # before the first batch; in their order
@@ -46,6 +47,7 @@ def watch(current: Callable[[], Any]) -> None:
         kind.__new__ = _noted  # type: ignore[assignment]
     torch.amp.GradScaler.scale = _scale(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
     torch.Tensor.backward = _backward(torch.Tensor.backward)  # type: ignore[method-assign]
+    watch_wrappers(lambda: _current())
 
 
 def _length(plain: Callable[..., int]) -> Callable[..., int]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from elastic_ft.data.dataset import Dataset
 from elastic_ft.engines.modules import to_device
 from elastic_ft.errors import ConfigError
-from elastic_ft.training.loader import collated, is_stream
+from elastic_ft.training.loader import NoSampler, collated, is_stream
 
 TRAINED_ON = (
     "ctx.prepare: a loader beside the one that is trained on was gone over while steps are made: "
@@ -45,6 +45,12 @@ class HeldOut:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    @property
+    def sampler(self) -> Any:
+        """Of the loader, whose epoch may be set, whatever it is."""
+        own = self.loader.sampler
+        return own if hasattr(own, "set_epoch") else NoSampler()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

@@ -23,6 +23,7 @@ from elastic_ft.data.stream import SampleStream
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
 from elastic_ft.training.found import warn_of_length
+from elastic_ft.training.torchrun import deals_nothing
 
 
 class Drawn:
@@ -90,7 +91,6 @@ def steps_in(samples: Any, batch: BatchConfig) -> int:
 
 
 REFUSED = {  # options of a DataLoader, and what else
-    "drop_last": "all batches are whole, the last goes on into the next pass: leave it out",
     "timeout": "elastic.hang_timeout_s of the job is the deadline of a sample",
     "worker_init_fn": "do it in the dataset, when it is first read",
     "generator": "the order is a function of the job's seed: say `seed`",
@@ -145,9 +145,9 @@ def is_stream(dataset: Any) -> bool:
 def check_sampler(loader: DataLoader[Any]) -> None:
     """Raises ConfigError for one that is not of the loader's own making."""
     sampler = loader.sampler
-    drawn = isinstance(sampler, RandomSampler)
+    drawn = type(sampler) is RandomSampler
     part = drawn and (sampler.replacement or sampler.num_samples != len(loader.dataset))
-    if part or type(sampler) not in (SequentialSampler, RandomSampler):
+    if part or not (drawn or type(sampler) is SequentialSampler or deals_nothing(sampler)):
         raise ConfigError(
             f"ctx.prepare: the DataLoader has a {type(sampler).__name__} of its own: the order of "
             "samples is the job's, a function of seed and position alone; leave it out"

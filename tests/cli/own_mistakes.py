@@ -30,7 +30,6 @@ sampler = WeightedRandomSampler([1.0] * 64, 8)
 wrong(lambda: ctx.prepare(model, optimizer, DataLoader(samples, batch_size=2, sampler=sampler)))
 wrong(lambda: ctx.prepare(model, optimizer, DataLoader(samples, batch_size=4)))
 for option in (
-    {"drop_last": True},
     {"timeout": 5.0, "num_workers": 1},
     {"worker_init_fn": print, "num_workers": 1},
     {"shuffle": True, "generator": torch.Generator()},

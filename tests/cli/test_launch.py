@@ -282,7 +282,6 @@ def test_mistakes_are_a_line_each(folder: Path) -> None:
     assert [line.partition(":")[0] for line in said] == [
         "ctx.prepare",
         "batch.micro_batch_size",
-        "DataLoader.drop_last",
         "DataLoader.timeout",
         "DataLoader.worker_init_fn",
         "DataLoader.generator",

@@ -391,3 +391,10 @@ def test_what_is_drawn_behind_the_micro_batches_is_the_same_on_all_ranks() -> No
             own.engine.end_attempt()
             drawn.append(float(torch.rand(())))
     assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]
+
+
+def test_an_optimizer_that_asks_for_a_closure_is_refused() -> None:
+    """It was a TypeError of torch's, on all workers."""
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"LBFGS does not step by step\(\) alone .* @ctx.step"):
+        Own("ddp", [model], [torch.optim.LBFGS(model.parameters())])
