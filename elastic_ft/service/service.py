@@ -43,7 +43,7 @@ REAP_EVERY_S = 60.0
 SEEN_WITHIN_S = 5.0  # the nodes, by a service that knows of none; then jobs are taken in
 HANDS = 8
 IDLE_HANDS = 2  # that look once at each job that waits: thousands may, and none holds up who runs
-STORIES_KEPT, LINES_KEPT = 32, 200_000  # of jobs that have ended; of all of them, some 700 B each
+STORIES_KEPT, LINES_KEPT = 32, 200_000  # of jobs that have ended; of all of them, some 30 B each
 PRIORITY_MAX = 10**6
 VERSION = version("elastic-ft")
 
