@@ -25,7 +25,7 @@ from elastic_ft.service.cluster_watch import ClusterWatch, Sight
 from elastic_ft.service.handed_in import check_request, handed_in_job
 from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
-from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
+from elastic_ft.service.job_orders import JobOrder, Notice, wish_of, with_shared_parts
 from elastic_ft.service.listing import JobListing, listed_jobs
 from elastic_ft.service.office import NotKnown, Office, Refused, entry_of
 from elastic_ft.service.service_sign import SignsOfLife, refuse_living
@@ -264,6 +264,7 @@ class Service:
         check_priority(priority)
         request = check_request(asked.get("request", uuid.uuid4().hex))
 
+        values = with_shared_parts(job.model_dump(mode="json"))
         if request not in self.office.standing.requests:
             self.office.check_journal()
 
@@ -275,7 +276,7 @@ class Service:
             name = f"{job.name}-{standing.sharing.submitted + 1}"
             node_slots = min(standing.sharing.nodes.values(), default=1)
             wish = wish_of(job, queue, priority, node_slots)
-            order = JobOrder(name, job.name, by, at_s, request, job.model_dump(mode="json"))
+            order = JobOrder(name, job.name, by, at_s, request, values)
             return Notice(asks.JobSubmitted(at_s, name, wish), by, order=order)
 
         return self.office.ask(question)
