@@ -79,22 +79,3 @@ def test_a_job_that_is_stopped_there_leaves_a_checkpoint_of_its_last_step(
 
 def saved(run: RunReader) -> list[int]:
     return [line["step"] for line in run.events() if line["event"] == "checkpoint_committed"]
-
-
-def test_a_killed_dashboard_ends_no_job_and_hinders_none(
-    server: LocalCluster, tmp_path: Path
-) -> None:
-    """The last of this module: Ray starts no other."""
-    run = submitted(server, "watched", tmp_path, steps=60)
-    wait_for(lambda: bool(run.steps()), START_S, "it trains")
-    assert not run.result()
-    (info,) = server._head.all_processes["dashboard"]
-    info.process.kill()
-    info.process.wait(SOON_S)
-    wait_for(lambda: bool(run.result()), START_S, "it is done")
-    assert run.result()["status"] == "completed" and run.result()["generations"] == 1
-    again = tmp_path / "again"
-    command = [sys.executable, "-m", "elastic_ft.cli", "run", tmp_path / "watched.yaml"]
-    command += ["--out", again, "--address", server.address]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
-    assert ended.returncode == 0 and RunReader(again).result()["steps"] == 60, ended.stderr
