@@ -44,7 +44,7 @@ from elastic_ft.cli.run import (
     say_checked,
     train_job,
 )
-from elastic_ft.cli.terminal import interrupt_on_sigterm
+from elastic_ft.cli.terminal import interrupt_on_sigterm, leave_when_interrupted
 from elastic_ft.cli.where import where_to_run
 from elastic_ft.config import load_job
 from elastic_ft.errors import ElasticError, UsageError
@@ -81,7 +81,9 @@ def _options(
 
 
 def main() -> None:
-    sys.exit(run_command(sys.argv[1:]))
+    code = run_command(sys.argv[1:])
+    leave_when_interrupted(INTERRUPTED)
+    sys.exit(code)
 
 
 def run_command(arguments: list[str]) -> int:

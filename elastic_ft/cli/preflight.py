@@ -14,6 +14,7 @@ from typing import Any
 from elastic_ft.cli import extensions
 from elastic_ft.cli.check_model import ModelAndData, check_model_and_data
 from elastic_ft.cli.check_stores import check_apart, check_checkpoint, check_owner, check_writable
+from elastic_ft.cli.last_words import witnessed
 from elastic_ft.cli.progress import saying_if_long
 from elastic_ft.cli.where import Where
 from elastic_ft.config import Job, LoopConfig
@@ -99,9 +100,10 @@ def check_job(
 
 
 def _made(job: Job, made: Callable[[Job], ModelAndData]) -> ModelAndData:
-    """The user's code may take its time: it is said then which is imported."""
+    """The user's code may take its time, or the process along: it is said which is imported."""
     of = f" ({', '.join(imports)})" if (imports := job.imports()) else ""
-    with saying_if_long(f"model and data are made, to check them{of}"):
+    what = f"model and data are made, to check them{of}"
+    with witnessed(what), saying_if_long(what):
         return made(job)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -83,6 +84,20 @@ def interrupt_on_sigterm() -> None:
         handler(signal.SIGINT, frame)
 
     signal.signal(signal.SIGTERM, interrupt)
+
+
+def leave_when_interrupted(code: int) -> None:
+    """From now on, as all that is asked for is done: libraries may take their time at the end, and
+    who does not wait for that is shown no traceback of it."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        os._exit(code)
+
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from elastic_ft.service.access import Caller, Rights, caller_of, check_site
 from elastic_ft.service.bodies import BODY_MAX, bytes_of, read_body
 from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, RUNS, WORDS, Crew
 from elastic_ft.service.floods import AskedTooMuch, Pace, Room
+from elastic_ft.service.line_stream import Item, LineStream
 from elastic_ft.service.listing import flag, listing_of
 from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
 from elastic_ft.service.openapi import document
@@ -30,7 +31,6 @@ from elastic_ft.service.page_routes import PageRoutes
 from elastic_ft.service.refused_requests import Handler, InDoubt, refused_in_a_line
 from elastic_ft.service.service import Service, check_priority
 from elastic_ft.service.service_metrics import exposition
-from elastic_ft.service.story import Item, LineStream
 
 CALLER = web.RequestKey("caller", Caller)
 COOKIE = "elastic_ft_token"
@@ -292,8 +292,7 @@ class Api:
     ) -> web.StreamResponse:
         position = _position(request, stream)
         if not _follows(request):
-            found, _ = stream.since(position)
-            return await _json_of(request, lambda: {name: [i.data for i in found if not i.kind]})
+            return await _json_of(request, lambda: {name: stream.data(position)})
         if request.method == "HEAD":  # what would come, and nothing of it
             return await _event_stream(request)
         with self._streams.for_one(_by(request)):

@@ -29,6 +29,8 @@ class JobLogs:
 
     story: JobStory
     _read: dict[str, dict[str, int]] = field(default_factory=dict)  # by machine, by file
+    _told: dict[str, dict[int, str]] = field(default_factory=dict)  # of members, by machine
+    _seen: int = 0  # of the journal's lines
 
     def read(self, sight: Sight) -> list[dict[str, Any]]:
         """What is new: ``{"who", "text"}``. Blocks, for READ_TIMEOUT_S at most."""
@@ -53,10 +55,11 @@ class JobLogs:
 
     def _processes(self) -> dict[str, dict[int, str]]:
         """By machine: who has which process."""
-        found: dict[str, dict[int, str]] = {}
-        for item in self.story.events.since(0)[0]:
+        new, self._seen = self.story.events.since(self._seen)
+        for item in new:
             for member in item.data.get("members", ()):
-                found.setdefault(member["host"], {})[member["pid"]] = member["worker"]
+                self._told.setdefault(member["host"], {})[member["pid"]] = member["worker"]
+        found = {host: dict(pids) for host, pids in self._told.items()}
         if (sign := alive.last_sign(self.story.run_url)) is not None:
             found.setdefault(sign.host, {})[sign.pid] = "controller"
         return found

@@ -10,6 +10,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.typed import decoder
 
+PART_MAX, PARTS_KEPT = 4096, 512  # characters of a section that many jobs may have alike; sections
 KINDS = {kind.__name__: kind for kind in get_args(asks.SharingEvent)}
 
 
@@ -71,8 +72,29 @@ def told_of(line: dict[str, Any]) -> Notice:
     values = dict(line)
     event = decoder(KINDS[values.pop("event")])(values)
     order = decoder(JobOrder)(line["order"]) if "order" in line else None
+    if order is not None:
+        order = dataclasses.replace(order, job=with_shared_parts(order.job))
     said = {key: line[key] for key in ("by", "note", "now", "step") if key in line}
     return Notice(event, order=order, **said)
+
+
+_parts: dict[str, Any] = {}
+
+
+def with_shared_parts(job: dict[str, Any]) -> dict[str, Any]:
+    """``job``, which is kept for ever, as all others are: sections that one before it has alike are
+    that one's own, as most are what the defaults say."""
+    return {key: _shared(value) if isinstance(value, dict) else value for key, value in job.items()}
+
+
+def _shared(part: dict[str, Any]) -> dict[str, Any]:
+    text = repr(part)
+    if len(text) > PART_MAX:
+        return part
+    if len(_parts) >= PARTS_KEPT:
+        _parts.clear()
+    found: dict[str, Any] = _parts.setdefault(text, part)
+    return found
 
 
 def wish_of(job: Job, queue: str, priority: int, node_slots: int) -> asks.Wish:

@@ -25,7 +25,7 @@ from elastic_ft.service.cluster_watch import ClusterWatch, Sight
 from elastic_ft.service.handed_in import check_request, handed_in_job
 from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
-from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
+from elastic_ft.service.job_orders import JobOrder, Notice, wish_of, with_shared_parts
 from elastic_ft.service.listing import JobListing, listed_jobs
 from elastic_ft.service.office import NotKnown, Office, Refused, entry_of
 from elastic_ft.service.service_sign import SignsOfLife, refuse_living
@@ -43,7 +43,7 @@ REAP_EVERY_S = 60.0
 SEEN_WITHIN_S = 5.0  # the nodes, by a service that knows of none; then jobs are taken in
 HANDS = 8
 IDLE_HANDS = 2  # that look once at each job that waits: thousands may, and none holds up who runs
-STORIES_KEPT, LINES_KEPT = 32, 200_000  # of jobs that have ended; of all of them, some 700 B each
+STORIES_KEPT, LINES_KEPT = 32, 200_000  # of jobs that have ended; of all of them, some 30 B each
 PRIORITY_MAX = 10**6
 VERSION = version("elastic-ft")
 
@@ -264,6 +264,7 @@ class Service:
         check_priority(priority)
         request = check_request(asked.get("request", uuid.uuid4().hex))
 
+        values = with_shared_parts(job.model_dump(mode="json"))
         if request not in self.office.standing.requests:
             self.office.check_journal()
 
@@ -275,7 +276,7 @@ class Service:
             name = f"{job.name}-{standing.sharing.submitted + 1}"
             node_slots = min(standing.sharing.nodes.values(), default=1)
             wish = wish_of(job, queue, priority, node_slots)
-            order = JobOrder(name, job.name, by, at_s, request, job.model_dump(mode="json"))
+            order = JobOrder(name, job.name, by, at_s, request, values)
             return Notice(asks.JobSubmitted(at_s, name, wish), by, order=order)
 
         return self.office.ask(question)

@@ -14,7 +14,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from elastic_ft.core.sharing.asks import SharingTerms, Wish
@@ -23,7 +23,7 @@ from elastic_ft.core.table import Table
 from elastic_ft.core.typed import decoder, fields_of
 from elastic_ft.errors import ConfigError, StoreFailed, one_line
 from elastic_ft.observe.snapshots import as_plain_values, decode_as
-from elastic_ft.service.job_orders import JobOrder
+from elastic_ft.service.job_orders import JobOrder, with_shared_parts
 from elastic_ft.service.share_standing import Decision, JobEnd, ShareStanding
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.shards import parallel
@@ -154,7 +154,7 @@ def _orders_in(content: bytes) -> list[JobOrder]:
         texts = (order.id, order.name, order.by, order.request)
         if not (all(type(text) is str for text in texts) and type(order.job) is dict):
             raise ValueError(f"{order.id!r:.80} is no job as it was submitted")
-    return orders
+    return [replace(order, job=with_shared_parts(order.job)) for order in orders]
 
 
 def _content(kept: ShareSnapshot, orders: list[str]) -> bytes:

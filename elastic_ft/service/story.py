@@ -5,60 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from elastic_ft.errors import ElasticError, one_line
 from elastic_ft.observe.journal_text import story
 from elastic_ft.observe.lines import Line
 from elastic_ft.observe.run_reader import RunReader, Tail
+from elastic_ft.service.line_stream import Item, LineStream
 
-KEPT_MAX = 50_000  # lines of a file
 PIECE_BYTES = 1 << 20  # of a file that are read at once
 RATE_S = 20.0  # over which the rate is taken
 STEP_KEYS = ("step", "loss", "tokens", "world_size", "generation", "committed_at_s", "layout")
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One event of a stream. ``kind``: "": the usual one."""
-
-    id: int
-    data: dict[str, Any]
-    kind: str = ""
-
-
-class LineStream:
-    """Items by position, from the first that is kept. One writes, any number read."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[list[Item], int] = [], 0  # one value: who reads has both or neither
-
-    def add(self, item: Item) -> None:
-        items, first = self._kept
-        items.append(item)
-        if len(items) > KEPT_MAX:
-            half = len(items) // 2
-            self._kept = items[half:], first + half
-
-    def __len__(self) -> int:
-        return len(self._kept[0])
-
-    def since(self, position: int, most: int = KEPT_MAX) -> tuple[list[Item], int]:
-        """Those from ``position`` on, ``most`` of them, and where to go on."""
-        items, first = self._kept
-        start = max(position, first)
-        found = items[start - first : start - first + most]
-        return found, start + len(found)
-
-    def after(self, last_id: int) -> int:
-        """The position after the item of that id; of the first if there was none such."""
-        items, first = self._kept
-        for index in range(len(items) - 1, -1, -1):
-            if items[index].id == last_id and not items[index].kind:
-                return first + index + 1
-        later = (first + index for index, item in enumerate(items) if item.id > last_id)
-        return 0 if not items or last_id > items[-1].id else next(later, first)
 
 
 class JobStory:

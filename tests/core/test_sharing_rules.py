@@ -317,3 +317,56 @@ def test_what_is_asked_of_the_autoscaler_stands_while_a_job_releases_or_backs_of
 def test_where_there_is_no_autoscaler_none_is_asked() -> None:
     shared = Shared(1)
     assert shared.submit("wide", 3, 3) == []
+
+
+# ----------------------------------------------------------------------- at a queue's ceiling
+
+CAPPED = SharingTerms({"default": QueueTerms(), "capped": QueueTerms(ceiling=2)})
+
+
+def test_an_urgent_job_gets_room_from_its_queue_where_that_is_at_its_ceiling() -> None:
+    """It waited until a lower one had ended, however urgent it was: free slots did not help."""
+    shared = Shared(5, CAPPED)
+    shared.submit("elsewhere", 1, 1)
+    shared.submit("first", 1, 1, queue="capped")
+    shared.submit("second", 1, 1, queue="capped", priority=1)
+    told = shared.submit("urgent", 1, 1, trains=False, queue="capped", priority=9)
+    assert [(type(c), c.job) for c in told] == [(asks.SuspendJob, "first")]
+    first = shared.job("first")
+    shared.tell(asks.JobSuspended(0.0, "first", first.start))
+    assert shared.targets() == {"elsewhere": 1, "first": 0, "second": 1, "urgent": 1}
+    assert shared.why("first") == "waits for 1 workers: queue capped needs 2 of the 2 slots it may"
+    assert shared.wait(100.0) == []
+
+
+def test_who_is_at_the_ceiling_does_not_suspend_who_would_not_help() -> None:
+    """Of another queue; or of its own, where all that give way are not enough."""
+    shared = Shared(5, CAPPED)
+    shared.submit("elsewhere", 3, 3)
+    shared.submit("low", 1, 1, queue="capped")
+    shared.submit("equal", 1, 1, queue="capped", priority=9)
+    assert shared.submit("urgent", 2, 2, trains=False, queue="capped", priority=9) == []
+
+
+def test_who_started_behind_a_wide_job_of_its_queue_gives_way_to_it_at_the_ceiling() -> None:
+    """One after the other of small jobs passed it, and it never ran."""
+    shared = Shared(5, CAPPED)
+    shared.submit("small", 1, 1, queue="capped")
+    shared.submit("wide", 2, 2, trains=False, queue="capped")
+    shared.submit("elsewhere", 1, 1)
+    shared.submit("next", 1, 1, queue="capped")  # meanwhile
+    assert shared.job("next").behind == ("wide",) and shared.job("elsewhere").behind == ()
+    told = shared.end("small")
+    assert [(type(c), c.job) for c in told] == [(asks.SuspendJob, "next")]
+    shared.tell(asks.JobSuspended(0.0, "next", shared.job("next").start))
+    assert shared.job("wide").target == 2
+
+
+def test_who_uses_more_than_its_queue_owns_is_not_suspended_for_a_lower_one_of_it() -> None:
+    """A small job of the queue fitted into what that owns, and took it from an urgent one."""
+    terms = SharingTerms({"own": QueueTerms(quota=2), "other": QueueTerms(quota=2)})
+    shared = Shared(4, terms)
+    shared.submit("urgent", 4, 4, queue="own", priority=9)
+    assert shared.submit("low", 1, 1, trains=False, queue="own") == []
+    told = shared.submit("owner", 2, 2, trains=False, queue="other")  # what is its queue's own
+    assert [(type(c), c.job) for c in told] == [(asks.SuspendJob, "urgent")]

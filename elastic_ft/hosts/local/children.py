@@ -5,6 +5,7 @@ from __future__ import annotations
 # First: a worker tells when what it is made of was imported, and from when.
 from elastic_ft.worker import preload  # isort: skip
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -52,6 +53,8 @@ def fork(prepared: Prepared, run: Callable[[], object]) -> int:
 def _live(prepared: Prepared, run: Callable[[], object]) -> NoReturn:
     code = 1
     try:
+        with contextlib.suppress(OSError, ValueError):  # stderr may be no file
+            faulthandler.enable(all_threads=False)  # as Ray does: a segfault says where
         for handle in prepared.handles:
             with contextlib.suppress(OSError):
                 os.close(handle)
