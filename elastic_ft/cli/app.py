@@ -165,7 +165,8 @@ def resume(
 ) -> int:
     """Go on with an earlier run, at any number of workers.
 
-    It begins from the newest good checkpoint.
+    It begins from the newest good checkpoint. Where it runs is told anew, as to `run`: a run of
+    --processes goes on there only if that is given again.
     """
     job = begun_anew(RunReader(run_folder).job(), from_scratch)
     if imported := job.imports():

@@ -110,7 +110,7 @@ class ProgressDisplay:
             self._say(text)
 
     def _describe(self, line: dict[str, Any]) -> str:
-        recent = list(self._recent)
+        recent = [s for s in self._recent if s["generation"] == line["generation"]]  # no pauses
         long_ago = line["committed_at_s"] - RATE_S  # several steps may be committed at once
         start = max((i for i, s in enumerate(recent) if s["committed_at_s"] <= long_ago), default=0)
         first, after = recent[start], recent[start + 1 :]

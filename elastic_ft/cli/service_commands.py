@@ -156,7 +156,7 @@ def service_status(service: ServiceUrl = None, as_json: Json = False) -> int:
     print(f"{len(found['nodes'])} nodes, {slots['used']} of {slots['all']} slots used")
     for node in found["nodes"]:
         jobs = ", ".join(f"{job} {n}" for job, n in node["jobs"].items()) or "idle"
-        print(f"  {node['node'][:12]}  {node['slots']} slots  {jobs}")
+        print(f"  {node['node'][:12]}  {counted(node['slots'], 'slot')}  {jobs}")
     for queue in found["queues"]:
         print(
             f"queue {queue['queue']}: {queue['running']} running on {queue['used']} slots, "

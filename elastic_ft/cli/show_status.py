@@ -33,9 +33,8 @@ def _standing(run_folder: str) -> dict[str, Any]:
 
     RunReader(run_folder).content("events.jsonl")  # one that is no run's is refused by name
     seen = RunWatch(run_folder).look()
-    members = [
-        {key: one[key] for key in ("rank", "worker", "host", "pid")} for one in seen["workers"]
-    ]
+    keys = ("rank", "worker", "host", "pid", "node", "state")
+    members = [{key: one[key] for key in keys} for one in seen["workers"]]
     workers = {"now": seen["world"], "min": seen["min_workers"], "max": seen["max_workers"]}
     newest = seen["checkpoints"]["list"][-1:]
     return {key: seen[key] for key in SHOWN} | {
@@ -57,10 +56,16 @@ def _in_words(found: dict[str, Any]) -> list[str]:
     lines.append(f"step {found['step']}{steps}{loss}{rate}{eta}; goodput {found['goodput']:.0%}")
     if members := found["members"]:
         bounds = f" of {workers['min']} to {workers['max']}" if workers["max"] else ""
-        lines.append(f"{counted(workers['now'], 'worker')}{bounds}; {found['layout']}")
-        lines += [
-            f"  rank {m['rank']}  {m['worker']}  {m['host']}  pid {m['pid']}" for m in members
-        ]
+        laid_out = f"; {found['layout']}" if found["layout"] else ""
+        lines.append(f"{counted(workers['now'], 'worker')}{bounds}{laid_out}")
+        lines += [_who(member) for member in members]
     if newest := found["checkpoint"]:
         lines.append(f"newest checkpoint: step {newest['step']}, {newest['url']}")
     return [*lines, f"run folder: {found['run_folder']}"]
+
+
+def _who(one: dict[str, Any]) -> str:
+    """A member; or who waits to be one, of whose process the journal says nothing yet."""
+    if one["rank"] is None:
+        return f"  {one['worker']} on {one['node']}: {one['state']}"
+    return f"  rank {one['rank']}  {one['worker']}  {one['host']}  pid {one['pid']}"

@@ -22,8 +22,7 @@ class WorldView:
     def on(self, event: str, line: Line, x: float) -> None:
         if event == "job_started":
             self._leave(list(self._there), x, "its run ended")
-            if self._formed:
-                self._grow(x, 0, "", line["generation"])
+            self._disband(line, x)
         elif event == "worker_ready":
             self._arrive(line["worker"], x).update(node=line["node"])
         elif event == "generation_formed":
@@ -31,7 +30,7 @@ class WorldView:
         elif event in GONE:
             self._leave([line["worker"]], x, line["reason"])
         elif event == "suspended":
-            self._grow(x, 0, "", line["generation"])
+            self._disband(line, x)
 
     def _arrive(self, worker: str, x: float) -> dict[str, Any]:
         new = {"worker": worker, "rank": None, "node": "", "host": "", "pid": None}
@@ -39,8 +38,7 @@ class WorldView:
 
     def _form(self, line: Line, x: float) -> None:
         self._formed = line
-        for seat in self._there.values():
-            seat["rank"], seat["state"] = None, "ready"
+        self._all_wait()
         for member in line["members"]:
             known = {key: member.get(key) for key in ("rank", "node", "host", "pid")}
             self._arrive(member["worker"], x).update(known, state="member")
@@ -50,6 +48,17 @@ class WorldView:
         members = {member["worker"] for member in line["members"]}
         self._leave([w for w in self._there if w not in members | idle.keys()], x, "released")
         self._grow(x, line["world_size"], line["layout"], line["generation"])
+
+    def _disband(self, line: Line, x: float) -> None:
+        """Until the next generation forms, nobody trains."""
+        if self._formed:
+            self._formed = self._formed | {"world_size": 0, "layout": ""}
+            self._all_wait()
+            self._grow(x, 0, "", line["generation"])
+
+    def _all_wait(self) -> None:
+        for seat in self._there.values():
+            seat["rank"], seat["state"] = None, "ready"
 
     def _leave(self, workers: list[str], x: float, why: str) -> None:
         for worker in workers:

@@ -11,6 +11,7 @@ import pytest
 
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core import commands as cmd
+from elastic_ft.faults import PointFault
 from elastic_ft.observe.replay import check_replay
 from elastic_ft.observe.run_folder import read_lines
 from tests.multiproc.harness import ROOT, Run, make_job, run_job
@@ -79,6 +80,16 @@ def test_one_worker_of_two_can_not_reach_the_store(tmp_path: Path) -> None:
     assert not run.all("checkpoint_abandoned"), run.story()
     assert len(run.all("checkpoint_warning")) == 1, run.story()
     assert [line["generation"] for line in run.all("generation_formed")] == [1], run.story()
+
+
+def test_a_worker_is_killed_after_the_last_step(tmp_path: Path) -> None:
+    """While the others write its checkpoint and the digest: the job ends as if it had not been."""
+    job = make_job("fsdp", steps=STEPS, workers=3, elastic={"heartbeat_timeout_s": 10.0})
+    fault = PointFault("finishing", rank=1)
+    run = run_job(job, tmp_path / "run", faults=[fault]).check()
+    assert run.result["faults_fired"] == [0] and run.all("worker_lost"), run.story()
+    assert run.all("checkpoint_committed")[-1]["step"] == STEPS
+    assert not any(r["steps_lost"] for r in run.result["recoveries"]), run.story()
 
 
 @pytest.mark.soak

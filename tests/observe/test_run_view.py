@@ -171,7 +171,7 @@ def test_a_running_run_says_when_it_ends() -> None:
     assert (dead["state"], dead["eta_s"], dead["now_x"]) == ("dead", None, 31.5)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # of a starved machine
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a starved machine
 @given(st.lists(st.floats(-1e6, 1e6) | st.none(), max_size=3000))
 def test_a_series_keeps_its_ends_and_extremes(values: list[float | None]) -> None:
     series = Extremes()
@@ -191,6 +191,7 @@ def test_a_series_keeps_its_ends_and_extremes(values: list[float | None]) -> Non
     assert (None in values) == (len(kept) < len(points))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 300), st.floats(0, 5)), max_size=200))
 def test_bins_lose_nothing(parts: list[tuple[float, float]]) -> None:
     bins, x = Bins(), 0.0

@@ -36,6 +36,15 @@ def test_a_rate_is_of_what_the_data_are(
     assert f"  {rate}  " in shown._describe(shown._recent[-1])
 
 
+def test_a_rate_is_of_this_generation_alone(tmp_path: Path) -> None:
+    """With the pause before it, its first step had `3 samples/s  ETA 339:35:28`."""
+    shown = ProgressDisplay(job(**OWN), str(tmp_path))
+    shown._recent.extend([line(1, 0, 32), line(2, 0, 64), line(9, 0, 96) | {"generation": 2}])
+    assert "/s" not in shown._describe(shown._recent[-1])
+    shown._recent.append(line(10, 0, 128) | {"generation": 2})
+    assert "  16 samples/s  " in shown._describe(shown._recent[-1])
+
+
 @pytest.mark.parametrize(("term", "has_status"), [("xterm", True), ("dumb", False)])
 def test_a_terminal_that_moves_no_cursor_gets_lines(
     term: str, has_status: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
