@@ -129,17 +129,22 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     return {"state_bytes": nbytes, "rounds": rounds}
 
 
-def report(found: dict[str, Any], bytes_per_s: float) -> None:
+def report(found: dict[str, Any], bytes_per_s: float) -> dict[str, Any]:
+    """Prints it for people. Returns the same figures, shares of a step among them."""
     nbytes, rounds = found["state_bytes"], found["rounds"]
+    line: dict[str, Any] = {}
     for name, values in (
         ("blocked", [r["blocked_s"] / r["without_s"] for r in rounds]),
         ("longer", [r["with_s"] / r["without_s"] - 1 for r in rounds]),
     ):
         middle, low, high = statistics.median(values), min(values), max(values)
         print(f"{name}: {middle:.2%} of a step ({low:.2%} to {high:.2%})")
+        line[name] = [round(share, 5) for share in (middle, low, high)]
     step_s = statistics.median(r["without_s"] for r in rounds)
     print(f"a step without snapshots: {step_s:.3f} s; {nbytes / 1e9:.1f} GB of state")
     print(f"PCIe limit: {bytes_per_s / 1e9:.1f} GB/s, {nbytes / bytes_per_s:.3f} s for the state")
+    line |= {"step_s": round(step_s, 5), "state_bytes": nbytes}
+    return line | {"to_host_gb_per_s": round(bytes_per_s / 1e9, 1)}
 
 
 def main() -> None:
@@ -157,7 +162,7 @@ def main() -> None:
     device = torch.device("cuda", 0)
     rate = device_to_host(device)
     found = measure(arguments, device)
-    report(found, rate)
+    print(json.dumps(report(found, rate)), flush=True)
     values = {name: str(value) for name, value in vars(arguments).items()}
     name = torch.cuda.get_device_name(device)
     record = {"device": name, "arguments": values, "bytes_per_s": rate, **found}

@@ -9,6 +9,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "offload": {"optimizer": {"offload": "cpu"}},
     "fp8": {"precision": {"dtype": "bf16", "fp8": "rowwise"}},
 }
+# What the journal must have of each fault.
+FAULTS = {
+    "gpu_assert": "device_lost",
+    "gpu_oom": "collective_failed",
+    "gpu_hang": "worker_hung",
+}
+LOOK_S, GROWTH_MAX = 0.02, 2.0
 ODD = ("worker_lost", "device_lost", "worker_raised", "collective_failed", "worker_hung")
 
 
@@ -70,6 +78,34 @@ def job_of(options: argparse.Namespace) -> dict[str, Any]:
     } | others
 
 
+class Memory(threading.Thread):
+    """What all processes have of the GPU's memory, in MiB above what others had before.
+
+    Attributes:
+        steady: when training was about to be disturbed.
+        peak: since then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="memory", daemon=True)
+        import pynvml  # no CUDA in this process: it would take of what is looked at
+
+        pynvml.nvmlInit()
+        self._gpu, self._nvml = pynvml.nvmlDeviceGetHandleByIndex(0), pynvml
+        self._before, self.steady, self.peak = self._used(), 0, 0
+        self.over = threading.Event()
+
+    def _used(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._gpu).used) >> 20
+
+    def run(self) -> None:
+        while not self.over.wait(LOOK_S):
+            self.peak = max(self.peak, self._used() - self._before)
+
+    def begin(self) -> None:
+        self.steady = self.peak = self._used() - self._before
+
+
 def why_failed(options: argparse.Namespace, found: dict[str, Any]) -> str:
     """What was not as it must be, or ""."""
     others = options.workers - 1
@@ -83,6 +119,10 @@ def why_failed(options: argparse.Namespace, found: dict[str, Any]) -> str:
         return f"{found['pids_kept']} of {others} processes were kept"
     if options.fault and not found["odd"]:
         return f"{options.fault} did nothing"
+    if options.fault and FAULTS[options.fault] not in found["events"]:
+        return f"{options.fault} is no {FAULTS[options.fault]} in the journal"
+    if "peak_mib" in found and found["peak_mib"] > GROWTH_MAX * found["steady_mib"]:
+        return f"{found['peak_mib']} MiB at the change of layout, {found['steady_mib']} before"
     return ""
 
 
@@ -96,18 +136,24 @@ def main() -> int:
     parser.add_argument("--preset", default="decoder-1m")
     parser.add_argument("--technique", choices=TECHNIQUES, default="")
     parser.add_argument("--kill", action="store_true")
-    parser.add_argument("--fault", default="")
+    parser.add_argument("--fault", choices=FAULTS, default="")
+    parser.add_argument("--memory", action="store_true", help="looked at, and must not double")
     options = parser.parse_args()
     faults = [PointFault("forward", options.fault, rank=1, step=AT_STEP)] if options.fault else []
     pids: dict[str, int] = {}
     last: dict[str, int] = {}
     killed_at_s = 0.0
+    memory = Memory() if options.memory else None
+    if memory is not None:
+        memory.start()
 
     def on_step(host: Any, line: dict[str, Any]) -> None:
         nonlocal killed_at_s
         now = {worker: host.pid_of(worker) for worker in host.alive()}
         if not pids and line["step"] == AT_STEP - 1:
             pids.update(now)
+            if memory is not None:
+                memory.begin()
             if options.kill:
                 killed_at_s = time.time()
                 os.kill(now[max(now)], signal.SIGKILL)
@@ -123,6 +169,8 @@ def main() -> int:
         )
     except Exception as error:
         found = {"status": type(error).__name__, "reason": str(error)[:300]}
+    if memory is not None:
+        memory.over.set()
     steps, events = read_lines(folder / "steps.jsonl"), read_lines(folder / "events.jsonl")
     after = [s["applied_at_s"] for s in steps if s["applied_at_s"] > killed_at_s > 0]
     times = [step["step_time_s"] for step in steps]
@@ -143,7 +191,10 @@ def main() -> int:
             for line in events
             if line["event"] in ODD
         ][:6],
+        "events": sorted({line["event"] for line in events if line["event"] in ODD}),
     }
+    if memory is not None:
+        line |= {"steady_mib": memory.steady, "peak_mib": memory.peak}
     why = why_failed(options, line)
     print(json.dumps({"failed": why} | line if why else line))
     return 1 if why else 0

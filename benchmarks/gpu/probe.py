@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +12,12 @@ from typing import Any
 
 import torch
 
+# What a job on plain processes imports beside torch: the rest of pyproject.toml is for Ray, object
+# stores and the terminal.
+NEEDED = (
+    *("fsspec", "msgpack", "numpy", "prometheus_client", "psutil", "pydantic", "tokenizers"),
+    *("xxhash", "yaml"),
+)
 CHILD = """
 import multiprocessing, torch
 {before}
@@ -73,6 +80,7 @@ def main() -> int:
     parser.parse_args()
     forked = after("import elastic_ft.worker.preload")
     line = {
+        "missing": [name for name in NEEDED if importlib.util.find_spec(name) is None],
         "torch": torch.__version__,
         "nccl": torch.cuda.nccl.version(),
         "gpus": torch.cuda.device_count(),
@@ -83,6 +91,8 @@ def main() -> int:
         **rates(),
     }
     why = "" if forked == "ok" else "workers can't use CUDA after the fork server's preload"
+    if line["missing"]:
+        why = f"no job can run: pip install {' '.join(line['missing'])}"
     print(json.dumps({"failed": why} | line if why else line))
     return 1 if why else 0
 

@@ -1,11 +1,12 @@
 """The first half hour on one GPU: each step bounded, one line of JSON each, worst case 30 minutes.
 
-    make gpu                                        # or, without make, Ray, or anything downloaded:
+    make gpu                                        # or without make; no Ray, nothing downloaded:
     PYTHONPATH=. python benchmarks/gpu/run.py       # --device cpu: a dry run of what can be one
 
 Lines say whether the step has passed, what was expected and what was found; they and all logs are
 kept in ``--out``. A step that fails ends nothing: the next one is tried. Exits with 1 if one has
-not passed, or was not reached. Nothing here changes the GPU's settings.
+not passed, or was not reached. Nothing here changes the GPU's settings. Beside torch it takes a few
+packages: the first step says which are missing.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Step:
     on_cpu: bool = False  # in a dry run, too
 
 
+MEMORY = "job.py --workers 3 --preset decoder-160m --kill --memory"
 STEPS = (
     Step("probe", 80, "probe.py", "workers' CUDA is clean after the fork server's preload"),
     Step("nccl_killed", 70, "nccl.py killed --world 4", "woken < 1 s, again < 5 s, right", True),
@@ -67,7 +69,7 @@ STEPS = (
     Step("speed_bare", 90, "speed.py bare", "25-35 % MFU of bf16 on an H100 or H200", True),
     Step("speed_ours", 90, "speed.py ours", "at least 0.97 of bare", True),
     Step("snapshot", 140, "../gpu_snapshot.py --preset decoder-410m --rounds 4", "stall < 1 %"),
-    Step("memory", 100, "job.py --workers 3 --preset decoder-160m --kill", "peak < 2 x steady"),
+    Step("memory", 100, MEMORY, "peak < 2 x steady"),
 )
 
 

@@ -114,7 +114,7 @@ class Generators:
         kept: dict[str, Any] = {"torch": torch.get_rng_state()}
         kept["numpy"] = dict(np.random.get_state(legacy=False))  # type: ignore[arg-type, call-overload]
         kept["python"] = random.getstate()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # else nothing is drawn there
             kept["cuda"] = torch.cuda.get_rng_state()
         return kept
 
@@ -123,5 +123,5 @@ class Generators:
         np.random.set_state(dict(kept["numpy"]))  # type: ignore[arg-type]
         version, internal, gauss = kept["python"]
         random.setstate((version, tuple(internal), gauss))
-        if "cuda" in kept and torch.cuda.is_available():
+        if "cuda" in kept and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(kept["cuda"])

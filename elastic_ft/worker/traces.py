@@ -1,4 +1,6 @@
-"""Where user code raised: the frames that its author knows, few enough for one journal line."""
+"""Where user code raised: the frames that its author knows, few enough for one journal line; and
+what those frames keep.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,14 @@ def user_frames(error: BaseException) -> tuple[str, ...]:
     told = traceback.StackSummary.extract(iter(frames))
     theirs = [frame for frame in told if not frame.filename.startswith((OURS, *LIBRARIES))]
     return tuple(_line(frame) for frame in (theirs or told)[-FRAMES_MAX:])
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Lets go of what was being computed where ``error`` was raised: a step's activations, and what
+    was gathered for it. An error that is in a frame of its own keeps them until a collection."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _line(frame: traceback.FrameSummary) -> str:

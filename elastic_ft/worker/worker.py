@@ -49,6 +49,7 @@ from elastic_ft.worker.same_data import check_same_data, data_in_words
 from elastic_ft.worker.steering import Steering
 from elastic_ft.worker.step import Step
 from elastic_ft.worker.tools import Formed, Tools
+from elastic_ft.worker.traces import forget_frames
 from elastic_ft.worker.training_thread import TrainingThread
 from elastic_ft.worker.trouble import Trouble
 
@@ -177,6 +178,7 @@ class Worker:
                     number, restored = form.assignment.generation, self._loop is not None
                     self._trouble.explain(number, error, restored=restored)
             finally:
+                forget_frames(error)  # what forms next may need the memory
                 self._training.call(partial(self._retreat, tools))
             del error
 

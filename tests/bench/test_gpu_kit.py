@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ft.config import parse_job
 
@@ -39,7 +40,9 @@ def test_each_step_is_there_and_its_job_a_job(step: kit.Step) -> None:
             "technique": "",
         }
         names = [word.removeprefix("--") for word in given if word.startswith("--")]
-        options |= {n: given[given.index(f"--{n}") + 1] for n in names if n not in ("kill",)}
+        options |= {
+            n: given[given.index(f"--{n}") + 1] for n in names if n not in ("kill", "memory")
+        }
         found = argparse.Namespace(**options)
         found.tp, found.workers = int(found.tp), int(found.workers)
         for device in ("cuda", "cpu") if step.on_cpu else ("cuda",):
@@ -97,7 +100,27 @@ def test_the_kit_fails_where_a_step_does_or_is_not_reached(
         assert {line["step"]: line["passed"] for line in lines} == passed
 
 
+def test_what_snapshots_cost_is_told_as_the_kit_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told to people alone, so that its step could not pass."""
+    monkeypatch.syspath_prepend(str(KIT.parent))
+    import gpu_snapshot
+
+    rounds = [{"with_s": 1.01, "without_s": 1.0, "blocked_s": 0.002}]
+    found = {"state_bytes": 4_900_000_000, "rounds": rounds}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(gpu_snapshot, "device_to_host", lambda device: 5e10)
+    monkeypatch.setattr(gpu_snapshot, "measure", lambda arguments, device: found)
+    monkeypatch.setattr(sys, "argv", ["gpu_snapshot.py", "--out", str(tmp_path / "found.json")])
+    gpu_snapshot.main()
+    (line,) = kit.told(capsys.readouterr().out.splitlines())
+    assert line["longer"] == [0.01] * 3 and line["blocked"] == [0.002] * 3
+
+
 WELL = {"status": "completed", "steps": kit_job.STEPS, "pids_kept": 3, "pause_s": 0.5, "odd": []}
+WELL |= {"events": []}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +132,14 @@ WELL = {"status": "completed", "steps": kit_job.STEPS, "pids_kept": 3, "pause_s"
         ({"kill": True}, {"pids_kept": 2}, "2 of 3 processes"),
         ({"kill": True}, {"pause_s": None}, "nobody was killed"),
         ({"fault": "gpu_oom"}, {}, "gpu_oom did nothing"),
-        ({"fault": "gpu_oom"}, {"odd": [["collective_failed", ""]]}, ""),
+        ({"fault": "gpu_oom"}, {"odd": [["x", ""]], "events": ["collective_failed"]}, ""),
+        (
+            {"fault": "gpu_assert"},
+            {"odd": [["x", ""]], "events": ["worker_raised"]},
+            "gpu_assert is no device_lost",
+        ),
+        ({"kill": True}, {"steady_mib": 3000, "peak_mib": 5900}, ""),
+        ({"kill": True}, {"steady_mib": 3000, "peak_mib": 6100}, "6100 MiB at the change"),
     ],
 )
 def test_what_a_job_of_the_kit_must_have_found(

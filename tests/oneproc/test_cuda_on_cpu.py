@@ -28,6 +28,7 @@ from elastic_ft.hosts.local import LocalHost
 from elastic_ft.hosts.local.orders import StartProcess
 from elastic_ft.state import snapshot
 from elastic_ft.state.tensors import StateTensor
+from elastic_ft.transformers.memory import Generators
 from elastic_ft.transport.control import Welcome
 from elastic_ft.worker import prepare
 from tests.oneproc.gpu_jobs import make_groups, make_job
@@ -165,6 +166,18 @@ def test_what_a_world_is_made_of(
     groups.uses_nccl = groups._is_for_nccl(device)
     groups._make_groups(device, lambda point: None)
     assert made == [(backend, bound and torch.device(bound))]
+
+
+def test_a_trainer_that_draws_on_the_cpu_leaves_the_gpu_alone(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask its generator is to make a context there, of half a gigabyte, in each worker."""
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("the GPU is asked"))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _: pytest.fail("the GPU is asked"))
+    generators = Generators()
+    kept = generators.state_dict()
+    assert "cuda" not in kept
+    generators.load_state_dict(kept | {"cuda": torch.zeros(16, dtype=torch.uint8)})
 
 
 # ------------------------------------------------------------- what a host shows its workers

@@ -48,7 +48,7 @@ def watched(driver: Path | None, events: Path, uuid: str, *lines: str) -> Any:
             env=os.environ | told | {"PYTHONPATH": str(Path.cwd())},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,  # it imports torch
             check=True,
         )
     finally:
