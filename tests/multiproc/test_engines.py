@@ -32,7 +32,7 @@ from tests.multiproc.layouts import (
 )
 from tests.multiproc.pool import Pool
 
-STEPS, LONGER = 3, 10
+STEPS, LONGER = 4, 10
 # Tensor parallelism costs most: CI has each value of what these tests vary, and each pair that
 # meets in the engines' code, once; the soak has them all.
 SOAK = pytest.mark.soak
