@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
+# Before torch is imported. Of tensors as small as here two threads make nothing faster, and while
+# sessions share the processors, one that waits for the other spins for most of what a test takes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all is collected: what is imported for it, such as torch, is here to stay
 
 import psutil  # noqa: E402

@@ -35,6 +35,12 @@ JOB: dict[str, Any] = {
     "elastic": {"min_workers": 1, "max_workers": 2, "gather_s": 60},
     "audit": True,
 }
+# A job that goes on until it is stopped: at full speed it would have the processors for as long as
+# whoever is to stop it, or follows on its controller, imports.
+ENDLESS: dict[str, Any] = {
+    "steps": 100_000,
+    "data": {"path": "chaos.jobs:Paced", "kwargs": {"pause_s": 0.02}},
+}
 
 
 @pytest.fixture(scope="session")

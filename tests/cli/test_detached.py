@@ -22,6 +22,7 @@ from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, INTERRUPTED, run_co
 from elastic_ft.cli.run import Fitting
 from elastic_ft.cli.terminal import Ending, stay
 from elastic_ft.observe.run_reader import RunReader
+from tests.cli.conftest import ENDLESS
 from tests.waiting import until
 
 Start = Callable[..., Any]
@@ -63,7 +64,7 @@ def test_a_terminal_may_go_and_another_one_may_come(
 
     Meanwhile those in charge die, too.
     """
-    patient = {"steps": 100_000, "elastic.controller_timeout_s": 240}  # a launcher imports torch
+    patient = ENDLESS | {"elastic.controller_timeout_s": 240}  # a launcher imports torch
     run, first = folder / "runs/tiny", start("run", write_job(patient), "--processes")
     first.until_step(3)
     os.killpg(first.process.pid, signal.SIGHUP)
@@ -100,7 +101,7 @@ def test_a_terminal_may_go_and_another_one_may_come(
 
 def test_a_terminal_may_stand_still(start: Start, write_job: WriteJob, folder: Path) -> None:
     """Ctrl-Z, and it takes nothing of what it is told. It tells the end once it goes on."""
-    run, first = folder / "runs/tiny", start("run", write_job({"steps": 100_000}), "--processes")
+    run, first = folder / "runs/tiny", start("run", write_job(ENDLESS), "--processes")
     first.until_step(3)
     before = pids_of(run)
     first.process.send_signal(signal.SIGSTOP)
@@ -122,7 +123,7 @@ def test_launcher_and_controller_may_stand_still_together(
     start: Start, write_job: WriteJob, folder: Path
 ) -> None:
     """Neither sees that the other does. What wakes up later is nobody's any more."""
-    patient = {"steps": 100_000, "elastic.controller_timeout_s": 240}
+    patient = ENDLESS | {"elastic.controller_timeout_s": 240}
     run, first = folder / "runs/tiny", start("run", write_job(patient), "--processes")
     first.until_step(3)
     os.killpg(first.process.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.storage import mounts
 from elastic_ft.storage.store import open_store
-from tests.cli.conftest import DEADLINE_S, Command
+from tests.cli.conftest import DEADLINE_S, ENDLESS, Command
 from tests.cli.test_detached import Start, WriteJob, lose
 from tests.hanging import Disk, disk, needs_root, silent
 from tests.storage.test_attach_in_s3 import JOB
@@ -103,7 +103,7 @@ def test_those_in_charge_may_go_while_the_disk_is_frozen(
 ) -> None:
     """The next controller waits for the disk, workers and their launcher for that."""
     out = str(mount.point / "run")
-    patient = {"steps": 100_000, "elastic.controller_timeout_s": 240}
+    patient = ENDLESS | {"elastic.controller_timeout_s": 240}
     first, run = start("run", write_job(patient), "--processes", "--out", out), RunReader(out)
     until(lambda: len(run.steps()) > 3)
     before = members_of(run)

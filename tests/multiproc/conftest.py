@@ -16,8 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # plain `pytest`, where `python -m pytest` would have it
     sys.path.insert(0, str(ROOT))
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 from tests.multiproc import harness, pool  # noqa: E402
 
 LEAK_DEADLINE_S = 30.0

@@ -35,6 +35,9 @@ STEPS_HELD_OPEN = 1  # committed by a shrunk world before it waits to be whole a
 
 Sections = dict[str, dict[str, Any]]
 CORPUS = {"url": "stdlib:", "vocab_size": 300, "sequence_length": 16, "max_tokens": 40_000}
+# Of a job that goes on until somebody else has started, or was silent for long: at full speed its
+# workers would have the processors all the while.
+PACED = {"path": "chaos.jobs:Paced", "kwargs": {"pause_s": 0.02}}
 
 
 def make_job(strategy: str = "ddp", *, steps: int = 12, workers: int = 4, **sections: Any) -> Job:

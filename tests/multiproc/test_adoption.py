@@ -31,7 +31,7 @@ from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.observe.segments import read_whole
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.tls import new_key
-from tests.multiproc.harness import RUN_DEADLINE_S, Run, make_job
+from tests.multiproc.harness import PACED, RUN_DEADLINE_S, Run, make_job
 from tests.waiting import until
 
 Where = Callable[[Controller, Any], bool]
@@ -275,7 +275,7 @@ def test_one_that_was_stopped_wakes_up_and_leaves(
 ) -> None:
     """Its connections stay open: its workers hear of the other from the store, by its silence."""
     elastic = {"heartbeat_timeout_s": 1.0}
-    realm = realms(job_of("ddp", steps=300, elastic=elastic), str(tmp_path / "run"))
+    realm = realms(job_of("ddp", steps=80, data=PACED, elastic=elastic), str(tmp_path / "run"))
     awake, asleep = threading.Event(), threading.Event()
 
     def stopped(controller: Controller, _: Any) -> bool:

@@ -32,7 +32,10 @@ from tests.multiproc.layouts import (
 )
 from tests.multiproc.pool import Pool
 
-STEPS = 4
+STEPS, LONGER = 4, 10
+# Tensor parallelism costs most: CI has each value of what these tests vary, and each pair that
+# meets in the engines' code, once; the soak has them all.
+SOAK = pytest.mark.soak
 EXACT = 1e-5  # relative, of fp32 losses and gradient norms
 pytestmark = pytest.mark.timeout(300)
 
@@ -102,10 +105,10 @@ def assert_close(
 @pytest.mark.parametrize(
     ("model", "strategy", "world", "parallel"),
     [
-        ("llama", "ddp", 2, {"tp": 2}),
+        pytest.param("llama", "ddp", 2, {"tp": 2}, marks=SOAK),
         ("llama", "fsdp", 4, {"tp": 2}),
         ("llama tied", "ddp", 2, {"tp": 2}),
-        ("qwen3", "ddp", 4, {"tp": 2}),
+        pytest.param("qwen3", "ddp", 4, {"tp": 2}, marks=SOAK),
         ("own", "ddp", 2, {"tp": 2, "tp_plan": "tests.multiproc.tiny:MIXER_PLAN"}),
         ("own", "fsdp", 4, {"tp": 2, "tp_plan": "tests.multiproc.tiny:cut_mixer"}),
     ],
@@ -189,9 +192,9 @@ def plain_losses(job: Job, steps: int) -> list[float]:
 @pytest.mark.parametrize(
     ("model", "strategy", "world", "parallel"),
     [
-        ("llama", "ddp", 2, {"pp": 2}),
+        pytest.param("llama", "ddp", 2, {"pp": 2}, marks=SOAK),
         ("llama tied", "ddp", 2, {"pp": 2}),
-        ("llama", "ddp", 4, {"pp": 2, "tp": 2}),
+        pytest.param("llama", "ddp", 4, {"pp": 2, "tp": 2}, marks=SOAK),
         ("llama", "fsdp", 4, {"pp": 2}),
     ],
 )
@@ -199,14 +202,19 @@ def test_stages_train_as_plain_transformers_does(
     pool: Pool, model: str, strategy: str, world: int, parallel: dict[str, Any]
 ) -> None:
     job = job_of(model, strategy, parallel=parallel)
-    (_, steps), *_ = pool(train_from_the_start, job, COMMON["steps"], world=world)
-    plain = plain_losses(job, COMMON["steps"])
+    (_, steps), *_ = pool(train_from_the_start, job, LONGER, world=world)
+    plain = plain_losses(job, LONGER)
     assert [step["loss"] for step in steps] == pytest.approx(plain, rel=EXACT, abs=0)
 
 
 @pytest.mark.parametrize(
     ("strategy", "world", "parallel"),
-    [("fsdp", 2, {}), ("ddp", 2, {"pp": 2}), ("fsdp", 4, {"tp": 2})],
+    [
+        ("fsdp", 2, {}),
+        ("ddp", 2, {"pp": 2}),
+        ("ddp", 2, {"tp": 2}),
+        pytest.param("fsdp", 4, {"tp": 2}, marks=SOAK),
+    ],
 )
 def test_groups_of_parameters(
     train: Train, strategy: str, world: int, parallel: dict[str, Any]
@@ -236,7 +244,7 @@ def test_matrices_that_muon_takes_whole(
     ("strategy", "world", "parallel"),
     [
         ("ddp", 2, {"pp": 2}),
-        ("ddp", 2, {"pp": 2, "schedule": "zero_bubble"}),
+        pytest.param("ddp", 2, {"pp": 2, "schedule": "zero_bubble"}, marks=SOAK),
         ("fsdp", 4, {"pp": 2}),
         ("fsdp", 4, {"pp": 2, "schedule": "zero_bubble"}),
         ("ddp", 4, {"pp": 2, "tp": 2}),
@@ -264,7 +272,7 @@ def test_layers_that_share_a_weight(train: Train, strategy: str, world: int) -> 
         ("decoder", "fsdp", 3, {"activation_checkpointing": True}),
         ("decoder", "fsdp", 4, {"tp": 2, "activation_checkpointing": True}),
         ("decoder", "ddp", 4, {"pp": 2, "tp": 2}),
-        ("llama", "fsdp", 4, {"tp": 2}),
+        pytest.param("llama", "fsdp", 4, {"tp": 2}, marks=SOAK),
         ("llama", "fsdp", 4, {"pp": 2}),
     ],
 )
@@ -288,7 +296,7 @@ def test_stages_take_a_tokenizers_batches(train: Train) -> None:
 @pytest.mark.parametrize(
     ("model", "strategy", "world", "parallel"),
     [
-        ("decoder", "fsdp", 4, {"tp": 2}),
+        pytest.param("decoder", "fsdp", 4, {"tp": 2}, marks=SOAK),
         ("decoder tied", "ddp", 3, {"tp": 3, "loss_chunk_tokens": 5}),
         ("decoder", "ddp", 4, {"pp": 2, "tp": 2}),
         ("decoder", "ddp", 4, {"cp": 2, "tp": 2}),
@@ -327,7 +335,7 @@ LONG = {"loss_chunk_tokens": 5, "activation_checkpointing": "selective"}
     ("model", "strategy", "world", "parallel"),
     [
         ("decoder", "ddp", 2, {}),
-        ("decoder", "fsdp", 4, {"tp": 2}),
+        pytest.param("decoder", "fsdp", 4, {"tp": 2}, marks=SOAK),
         ("decoder tied", "ddp", 2, {"tp": 2}),
         ("decoder", "fsdp", 4, {"pp": 2}),
         ("decoder tied", "ddp", 4, {"pp": 2, "tp": 2}),
@@ -385,18 +393,20 @@ def test_what_can_wait_for_the_last_micro_batch_is_sent_once_a_step(
     assert same == once | ({"allreduce"} if "allreduce" in kinds else set()), found
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+IN_BF16 = [  # fp16 casts alike, and scales losses: of bf16, CI trains autocast's and FSDP2's
+    pytest.param("bf16", "ddp", 2, {}),
+    pytest.param("bf16", "fsdp", 2, {}),
+    pytest.param("bf16", "ddp", 2, {"tp": 2}, marks=SOAK),
+    pytest.param("bf16", "fsdp", 4, {"tp": 2}, marks=SOAK),
+    pytest.param("bf16", "ddp", 2, {"pp": 2}, marks=SOAK),
+    pytest.param("bf16", "fsdp", 4, {"pp": 2}),
+    pytest.param("bf16", "ddp", 4, {"pp": 2, "tp": 2}, marks=SOAK),
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "world", "parallel"),
-    [
-        ("ddp", 2, {}),
-        ("fsdp", 2, {}),
-        ("ddp", 2, {"tp": 2}),
-        ("fsdp", 4, {"tp": 2}),
-        ("ddp", 2, {"pp": 2}),
-        ("fsdp", 4, {"pp": 2}),
-        ("ddp", 4, {"pp": 2, "tp": 2}),
-    ],
+    ("dtype", "strategy", "world", "parallel"),
+    [*IN_BF16, *(pytest.param("fp16", *param.values[1:]) for param in IN_BF16)],
 )
 def test_low_precision(
     train: Train, dtype: str, strategy: str, world: int, parallel: dict[str, Any]
@@ -405,7 +415,7 @@ def test_low_precision(
     check_low_precision(train, "decoder", dtype, strategy, world, parallel)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=SOAK), "fp16"])
 def test_stages_in_low_precision(train: Train, dtype: str) -> None:
     check_low_precision(train, "llama tied", dtype, "fsdp", 4, {"pp": 2})
 

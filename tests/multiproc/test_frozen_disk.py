@@ -19,7 +19,7 @@ from elastic_ft.observe import run_folder
 from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.storage import mounts
 from tests.hanging import Disk, disk, needs_root
-from tests.multiproc.harness import PATIENT, Once, Run, host_of, make_job, run_job
+from tests.multiproc.harness import PACED, PATIENT, Once, Run, host_of, make_job, run_job
 
 pytestmark = [needs_root, pytest.mark.timeout(280)]
 FREEZES_AT, THAWS_AFTER = 6, 12  # steps; in the smaller world
@@ -111,8 +111,8 @@ def test_a_keeper_that_is_stopped_while_the_mount_hangs_is_replaced(
         if outage.was_frozen is not None:
             controller.stop("the keeper was replaced")
 
-    elastic, checkpoint = {"heartbeat_timeout_s": SILENT_S}, {"every_steps": 50}
-    job = make_job("fsdp", steps=100_000, workers=2, checkpoint=checkpoint, elastic=elastic)
+    sections = {"elastic": {"heartbeat_timeout_s": SILENT_S}, "checkpoint": {"every_steps": 50}}
+    job = make_job("fsdp", steps=100_000, workers=2, data=PACED, **sections)
     run = run_job(job, tmp_path / "run", on_step=on_step, folder_url=url).check("stopped")
     assert outage.was_frozen, run.story()
     (silent,) = run.all("keeper_lost")

@@ -1,7 +1,8 @@
 """Every layout trains as one process does.
 
 The losses and gradient norms of one process are data, golden/layouts.json;
-``python -m tests.multiproc.test_layouts`` makes them. One set of processes runs all layouts.
+``python -m tests.multiproc.test_layouts`` makes them. One set of processes runs all layouts: in CI
+those that no other test compares with one process, in the soak every one.
 """
 
 from __future__ import annotations
@@ -26,11 +27,22 @@ from tests.multiproc.layouts import (
     variant_of,
 )
 from tests.multiproc.pool import Pool
+from tests.multiproc.test_moves import CHAINS
 
 GOLDEN = Path(__file__).parent / "golden" / "layouts.json"
 TOLERANCE = 1e-5  # relative
 TRAINED = 3  # of the golden steps; test_moves goes on with most of these layouts to step 80
 pytestmark = pytest.mark.timeout(600)  # the first test's includes all the training
+# What test_moves trains by golden losses of one process, to step 80.
+IN_MOVES = {
+    *("ddp1-tp2", "ddp1-tp3", "fsdp2-tp2", "pp3-ddp1 1f1b", "pp4-ddp1 gpipe", "pp2-ddp2 1f1b"),
+    *("pp2-fsdp2 1f1b", "pp2-fsdp2 zero_bubble", "pp2-ddp1-tp2 1f1b", "ddp1-cp3", "ddp1-cp2-tp2"),
+    *("fsdp3-ep3", "hsdp2x2-ep2", "ddp3 zero0", "fsdp3 zero1", "fsdp3 zero2"),
+}
+# What test_engines compares with one process, but for the last, of which each pair is here.
+IN_ENGINES = {"pp2-ddp1 gpipe", "pp2-ddp1 interleaved1f1b", "pp2-ddp1 zero_bubble"}
+IN_ENGINES |= {"pp2-ddp2-tp2 1f1b"}
+HERE = [name for name in LAYOUTS if name not in IN_MOVES | IN_ENGINES]
 
 Found = tuple[str, list[dict[str, float]], tuple[SecondsByKind, SecondsByKind]]
 # What each rank waits for in Python, whatever else; DDP's own waits are in C++.
@@ -56,19 +68,26 @@ def pool() -> Iterator[Pool]:
 def trained(pool: Pool) -> dict[str, list[Found] | Exception]:
     """By name, what every rank found."""
     found: dict[str, list[Found] | Exception] = {}
-    for name, (_, world, _) in LAYOUTS.items():
+    for name in HERE:
         try:
-            found[name] = pool(timed_from_the_start, job_of(name), TRAINED, world=world)
+            found[name] = pool(timed_from_the_start, job_of(name), TRAINED, world=LAYOUTS[name][1])
         except RuntimeError as error:
             found[name] = error
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", HERE)
 def test_trains_as_one_process_does(trained: dict[str, Any], name: str) -> None:
     if isinstance(trained[name], Exception):
         raise trained[name]
     assert_golden(name, trained[name], TRAINED)
+
+
+def test_what_is_left_to_the_moves_is_there() -> None:
+    moved = {
+        layout for moves, _ in CHAINS.values() for m in moves for layout in (m.before, m.after)
+    }
+    assert {name.split()[0] for name in IN_MOVES} <= moved
 
 
 @pytest.mark.soak

@@ -19,7 +19,7 @@ from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.lines import parse_lines
 from elastic_ft.storage.store import Store, open_store
-from tests.multiproc.harness import Gate, make_job, on_disk, run_job
+from tests.multiproc.harness import PACED, Gate, make_job, on_disk, run_job
 from tests.waiting import until
 
 SHARD = ".bin"
@@ -92,7 +92,7 @@ def test_training_goes_on_while_the_bucket_is_gone(
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         checkpoint = {"url": s3.url("checkpoints"), "every_steps": 3}
-        job = make_job("fsdp", steps=4000, workers=2, checkpoint=checkpoint)
+        job = make_job("fsdp", steps=4000, workers=2, data=PACED, checkpoint=checkpoint)
         outage = Outage(proxy)
         run = run_job(job, tmp_path / "run", on_step=outage)
     assert run.result["status"] == "stopped", run.story()

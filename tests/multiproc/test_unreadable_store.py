@@ -10,7 +10,7 @@ import pytest
 from chaos.object_store_proxy import FaultKind, ObjectStoreProxy, StoreFault
 from chaos.s3_server import s3_server
 from elastic_ft.controller.controller import Controller
-from tests.multiproc.harness import make_job, run_job
+from tests.multiproc.harness import PACED, make_job, run_job
 
 CHECKPOINTS_BEFORE = 2  # as many as are kept
 TRIES = 3  # to read, each with all the client's own; then the store is well again
@@ -52,7 +52,8 @@ def test_it_resumes_at_the_newest_checkpoint(
             monkeypatch.setenv(name, value)
         checkpoint = {"url": s3.url("checkpoints"), "every_steps": 3, "keep_last": 2}
         elastic = {"form_timeout_s": 6.0 if kind == "stall" else 60.0, "heartbeat_timeout_s": 10.0}
-        job = make_job(strategy, steps=4000, workers=2, checkpoint=checkpoint, elastic=elastic)
+        sections = {"data": PACED, "checkpoint": checkpoint, "elastic": elastic}
+        job = make_job(strategy, steps=4000, workers=2, **sections)
         outage = Outage(proxy, kind)
         run = run_job(
             job,

@@ -26,7 +26,17 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.errors import JobFailed
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import read_lines
-from tests.multiproc.harness import CORPUS, PATIENT, Once, Run, host_of, make_job, on_disk, run_job
+from tests.multiproc.harness import (
+    CORPUS,
+    PACED,
+    PATIENT,
+    Once,
+    Run,
+    host_of,
+    make_job,
+    on_disk,
+    run_job,
+)
 from tests.waiting import until
 
 DEADLINE_S = 150.0  # a controller imports torch, and so does who forks workers
@@ -99,7 +109,12 @@ def test_all_nodes_lost_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None
 def test_the_controllers_process_is_killed(tmp_path: Path, strategy: str, how: str) -> None:
     """And nobody takes its place: its workers exit by themselves, keepers save what they had."""
     job = make_job(
-        strategy, steps=4000, workers=2, checkpoint={"every_steps": 200}, elastic=FORSAKEN
+        strategy,
+        steps=4000,
+        workers=2,
+        data=PACED,
+        checkpoint={"every_steps": 200},
+        elastic=FORSAKEN,
     )
     out = tmp_path / "run"
     child = subprocess.Popen(in_foreground(job, out), stdout=subprocess.DEVNULL)
@@ -136,7 +151,7 @@ def test_the_controllers_process_is_killed(tmp_path: Path, strategy: str, how: s
 def test_controllers_killed_one_after_the_other_cost_nothing(tmp_path: Path) -> None:
     """The second one while it starts, before it has put together what keepers saved of the first;
     what those saved is found by the third."""
-    job = make_job("fsdp", steps=4000, workers=2, elastic=FORSAKEN)
+    job = make_job("fsdp", steps=4000, workers=2, data=PACED, elastic=FORSAKEN)
     out = tmp_path / "run"
     command = in_foreground(job, out)
 
@@ -162,9 +177,8 @@ def test_a_stopped_controllers_keepers_save_for_the_next(tmp_path: Path) -> None
 
     It can't hand the job over. Once it wakes up it ends, and writes nothing more there.
     """
-    paced = {"path": "chaos.jobs:Paced", "kwargs": {"pause_s": 0.03}}
     job = make_job(
-        "fsdp", steps=4000, workers=2, data=paced, checkpoint={"every_steps": 2000, "final": False}
+        "fsdp", steps=4000, workers=2, data=PACED, checkpoint={"every_steps": 2000, "final": False}
     )
     out = tmp_path / "run"
     first = subprocess.Popen(
@@ -319,7 +333,8 @@ def test_a_job_that_is_started_twice_is_handed_over(tmp_path: Path) -> None:
     def stop(controller: Controller, host: LocalHost) -> None:
         controller.stop("the test has seen enough")
 
-    job = make_job("fsdp", steps=100_000, workers=2, checkpoint={"every_s": 3600.0})
+    hourly = {"every_s": 3600.0}
+    job = make_job("fsdp", steps=100_000, workers=2, data=PACED, checkpoint=hourly)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_job, job, tmp_path)
         until(lambda: len(read_lines(tmp_path / "steps.jsonl")) >= 10, "some steps")

@@ -29,7 +29,7 @@ from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.metrics import TARGETS
 from elastic_ft.observe.run_folder import RunFolder
-from tests.multiproc.harness import make_job
+from tests.multiproc.harness import PACED, make_job
 from tests.observe.conftest import tool
 from tests.observe.test_rules import ALERTS, PROMETHEUS, RECORDED, RULES
 from tests.waiting import until
@@ -127,7 +127,8 @@ class RunningJob:
             workers=3,
             name=NAME,
             audit=False,
-            checkpoint={"every_steps": 100, "final": False},
+            data=PACED,
+            checkpoint={"every_steps": 20, "final": False},
         )
         self.host = LocalHost({f"n{i}": 1 for i in range(3)})
         folder = RunFolder(str(self.path))

@@ -134,8 +134,19 @@ def test_an_evaluation_that_breaks_as_it_begins_leaves_all_as_it_was(offload: st
         assert operations > 2 * len(masters)
 
 
-@pytest.mark.parametrize("name", OFFLOADED)
-@pytest.mark.parametrize("way", [*WAYS, "fp16"])
+# Each optimizer, each way, and a schedule-free one and another each way.
+SHORT = {*(("ddp", name) for name in OFFLOADED), ("fsdp", "adamw"), ("fp16", "sgd")}
+SHORT |= {("fsdp", "schedule_free_sgd"), ("fp16", "schedule_free_adamw")}
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        pytest.param(way, name, marks=[] if (way, name) in SHORT else [pytest.mark.soak])
+        for way in (*WAYS, "fp16")
+        for name in OFFLOADED
+    ],
+)
 def test_in_host_memory_steps_are_the_same_to_the_last_bit(way: str, name: str) -> None:
     """fp32, bf16, and fp16 with steps that are skipped; what is listed is what was stepped, and not
     the device's copy. As all of it is equal, either goes on from the other's checkpoints."""
