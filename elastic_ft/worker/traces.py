@@ -31,7 +31,9 @@ def user_frames(error: BaseException) -> tuple[str, ...]:
 def forget_frames(error: BaseException | None) -> None:
     """Lets go of what was being computed where ``error`` was raised: a step's activations, and what
     was gathered for it. An error that is in a frame of its own keeps them until a collection."""
-    while error is not None:
+    seen: list[BaseException] = []  # two that are each other's cause would go round for ever
+    while error is not None and all(error is not one for one in seen):
+        seen.append(error)
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from elastic_ft.worker.by_user import ByUser
+from elastic_ft.worker.traces import forget_frames
 from elastic_ft.worker.training_thread import TrainingThread
 from elastic_ft.worker.worker import Worker
 
@@ -75,3 +76,9 @@ def test_it_is_free_once_its_generation_is_left(
         worker._training.close()
     assert told == ["OutOfMemoryError"]
     assert alive == [False]
+
+
+def test_errors_that_are_each_others_cause_have_an_end() -> None:
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    forget_frames(one)
