@@ -34,7 +34,7 @@ class ElasticConfig(Section):
     # Kept warm beside max_workers, to take a lost one's place.
     spares: int = Field(Policy.spares, ge=0, le=WORKERS_MAX)
     # Until min_workers are ready; on Ray, also from each worker's place to its process, and from
-    # there until it has made its imports and called.
+    # there until it has made its imports and called; on plain processes, for their launcher's.
     start_timeout_s: Seconds = Policy.start_timeout_s
     gather_s: Delay = Policy.gather_s  # at the start: wait so long for more than min_workers
     join_batch_s: Delay = Policy.join_batch_s  # joiners that come together join together

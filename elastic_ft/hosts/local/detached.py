@@ -16,7 +16,7 @@ from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import orders
 from elastic_ft.hosts.local.guard import read_note
-from elastic_ft.hosts.local.to_launcher import FOLDER, LAUNCHER_S
+from elastic_ft.hosts.local.to_launcher import FOLDER
 from elastic_ft.hosts.local.warm import fork_launcher, stop_warm
 from elastic_ft.observe import scratch, stop_request
 from elastic_ft.observe.alive import Vigil
@@ -72,8 +72,10 @@ class DetachedRun:
             fork_launcher(order, listener)
         try:
             self._line = _watch(folder)
-            if not self._table():
-                raise JobFailed(f"no launcher after {LAUNCHER_S:g} s: {self.log} may say why")
+            within_s = self._run.job.elastic.start_timeout_s  # it imports torch
+            if not self._line.receive(within_s):
+                said = f"; {self.log} may say why" if os.path.exists(self.log) else ""
+                raise JobFailed(f"no launcher after {within_s:g} s (elastic.start_timeout_s){said}")
         except (OSError, EOFError) as error:
             self._give_up(folder)
             raise JobFailed(f"the launcher ended at once ({error}); see {self.log}") from error
@@ -167,10 +169,6 @@ class DetachedRun:
         if self._line is not None:
             self._line.close()
         self._line = None
-
-    def _table(self) -> Any:
-        assert self._line is not None
-        return self._line.receive(LAUNCHER_S)
 
 
 def _is_done(request: orders.NodeRequest, nodes: dict[str, Any]) -> bool:
