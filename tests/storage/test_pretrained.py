@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -42,9 +43,15 @@ SIZES = {
     "num_key_value_heads": 1,
 }
 ROTATION = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+MIXTURE = {"num_experts_per_tok": 2}  # a tensor for each expert in the folder, as on the Hub
 MODELS = {
     "llama": {"tie_word_embeddings": True, "rope_parameters": ROTATION, "rms_norm_eps": 1e-3},
     "qwen3": {"head_dim": 8},
+    "qwen3_moe": MIXTURE | {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 16},
+    "qwen2_moe": MIXTURE
+    | {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "olmoe": MIXTURE | {"num_experts": 4},
+    "mixtral": MIXTURE | {"num_local_experts": 4},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 61},
 }
 
@@ -87,13 +94,35 @@ def test_it_answers_as_from_pretrained_does(tmp_path: Path, kind: str) -> None:
     assert torch.equal(found, expected)
 
 
-def test_experts_that_are_a_tensor_each_are_refused_by_that_name(tmp_path: Path) -> None:
-    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    config = transformers.AutoConfig.for_model("qwen3_moe", **sizes, head_dim=16)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="up_proj is there as a tensor for each expert, ") as no:
-        ours(str(tmp_path))
-    assert "q_proj" not in str(no.value)
+def test_experts_that_do_not_make_one_tensor_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, "mixtral")
+    load_file, save_file = safetensors.torch.load_file, safetensors.torch.save_file
+    whole = load_file(tmp_path / SINGLE)
+    first = "model.layers.0.block_sparse_moe.experts"
+    other = {name.replace(".block_sparse_moe.", ".other."): t for name, t in whole.items()}
+    for held, why in [
+        ({n: t for n, t in whole.items() if n != f"{first}.2.w3.weight"}, "2.w3.weight is missing"),
+        (whole | {f"{first}.4.w1.weight": torch.zeros(16, 16)}, "4.w1.weight is there, the model"),
+        (whole | {f"{first}.1.w2.weight": torch.zeros(16, 9)}, r"has \[16, 24\]"),
+        (other, "up_proj is there as a tensor for each expert, and"),
+    ]:
+        save_file(held, tmp_path / SINGLE)
+        with pytest.raises(ModelError, match=why):
+            ours(str(tmp_path))
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0), (1, 18, 3), (2, 36, 0)], ids=str)
+def test_a_part_of_all_experts_is_read_from_each_ones_own(
+    tmp_path: Path, at: tuple[int, ...]
+) -> None:
+    """Twelve rows of two experts: of the gate, of both projections, of the other one."""
+    model, sizes = save(tmp_path, "mixtral"), (2, 12, 5)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    weight = model.get_parameter(name).detach()
+    part = StateTensor(tuple(weight.shape), Box(at, sizes), torch.zeros(sizes))
+    load(open_pretrained(str(tmp_path)).folder, model, {f"model.{name}": part})
+    wanted = tuple(slice(o, o + n) for o, n in zip(at, sizes, strict=True))
+    assert part.local.count_nonzero() and torch.equal(part.local, weight[wanted])
 
 
 def test_each_run_of_rows_is_read(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class DetachedRun:
             self._line = _watch(folder)
             within_s = self._run.job.elastic.start_timeout_s  # it imports torch
             if not self._line.receive(within_s):
-                said = f"; {self.log} may say why" if os.path.exists(self.log) else ""
+                said = f"; {self.log} may say why" if Path(self.log).exists() else ""
                 raise JobFailed(f"no launcher after {within_s:g} s (elastic.start_timeout_s){said}")
         except (OSError, EOFError) as error:
             self._give_up(folder)
