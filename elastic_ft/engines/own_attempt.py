@@ -28,9 +28,6 @@ class Running:
         self.agree, self.reach = agree, reach
         self.current: MicroBatch | None = None
         self.begun = 0  # micro-batches
-        self.index = 0  # of the current one
-        self.is_abreast = False  # micro-batches go from loss to loss side by side
-        self.kept: dict[str, torch.Tensor] = {}  # buffers, while the current one is padding
         self.passes = 0  # over them: each optimizer may want one
         self.loss: torch.Tensor | float = 0.0
         self.terms = TermCounts()
@@ -41,7 +38,7 @@ class Running:
         self.named = 0  # micro-batches with named metrics
         self.divided = False  # losses came as parts of the mean
         self.divisor = 1  # of the others, before it is known how many terms there are
-        self.meant: set[tuple[int, int]] = set()  # passes and micro-batches of which means came
+        self.meant = (0, 0)  # the pass and micro-batch of which a mean came last
         self.agreed = False
         self.is_compared = False  # the loss of the global batch's first micro-batch
         self.compared: list[torch.Tensor] = []  # that loss, each time that it was made

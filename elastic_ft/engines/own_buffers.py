@@ -88,9 +88,8 @@ class _Average:
         return gained + before * kept**total if rank == 0 else gained
 
     def put(self, values: torch.Tensor, count: int) -> None:
-        # Not their versions: a backward that is still to come does not read them in training.
-        self.part.running_mean.data.copy_(values[0])
-        self.part.running_var.data.copy_(values[1])
+        self.part.running_mean.copy_(values[0])
+        self.part.running_var.copy_(values[1])
         self.part.num_batches_tracked.fill_(count)
 
     def put_back(self) -> None:
@@ -204,7 +203,7 @@ class Buffers:
 @torch.no_grad()
 def put_into(buffers: Iterable[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]) -> None:
     for name, buffer in buffers:
-        buffer.data.copy_(kept[name])
+        buffer.copy_(kept[name])
 
 
 def _counts(parts: list[nn.Module]) -> list[int]:

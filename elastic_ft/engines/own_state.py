@@ -138,12 +138,6 @@ class OwnState:
             large |= found
         return kept, large
 
-    def values(self) -> dict[str, Any]:
-        """What the objects keep now: packed by their names, and copies of their large tensors."""
-        kept, large = self._read()
-        copies = {name.removeprefix("user."): tensor.clone() for name, tensor in large.items()}
-        return {**kept, **copies}
-
     def look_ahead(self, step: int) -> None:
         """Keeps what the user's code has changed since ``capture``, which was after ``step``."""
         kept, large = self._read()

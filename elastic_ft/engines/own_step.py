@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ft import torch_private
 from elastic_ft.config import Job
@@ -31,7 +30,6 @@ from elastic_ft.engines.own_forward import Routed
 from elastic_ft.engines.own_frozen import Frozen
 from elastic_ft.engines.own_scales import Scales
 from elastic_ft.engines.own_state import OwnState
-from elastic_ft.engines.own_turns import sum_over_ranks
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
@@ -120,68 +118,12 @@ class OwnStep:
                 running.before = own_watch.versions(self._listed)
                 self._buffers.begin()
                 self._disarm()
-            running.begun = index + 1
-            self._make_current(running, index)
+            running.current, running.begun = micro_batch, index + 1
+            kept = {} if micro_batch.weight else {n: b.clone() for n, b in self._persistent()}
             yield micro_batch
-            self._settle_padding(running)
+            if kept:  # padding is no sample: running statistics, say
+                put_into(self._persistent(), kept)
         self._seed(running, BEHIND_ALL - running.passes)
-
-    def _make_current(self, running: Running, index: int) -> None:
-        running.current, running.index = running.micro_batches[index], index
-        self._keep_buffers(running)
-
-    def _keep_buffers(self, running: Running) -> None:
-        is_padding = running.current is not None and not running.current.weight
-        running.kept = {n: b.clone() for n, b in self._persistent()} if is_padding else {}
-
-    def _settle_padding(self, running: Running) -> None:
-        """It is no sample: running statistics, say, are as they were."""
-        if running.kept:
-            put_into(self._persistent(), running.kept)
-
-    def turn(self, running: Running, index: int, losses: int) -> MicroBatch:
-        """The micro-batch at ``index`` is the current one, which has told ``losses``: where a step
-        has several, and ``settle`` after each."""
-        if not losses:
-            running.is_abreast, running.passes, running.begun = True, 1, index + 1
-            running.reach("forward", None if index == 0 else running.number)
-            self._accumulate(False)
-            if index == 0:
-                self._buffers.begin()
-        micro_batch = running.micro_batches[index]
-        self._seed(running, micro_batch.number + OTHER_DRAWS * losses)
-        self._make_current(running, index)
-        return micro_batch
-
-    def settle(self, running: Running) -> None:
-        """The current micro-batch has told a loss."""
-        self._settle_padding(running)
-
-    @stays_inside()
-    def sum_gradients(self, running: Running) -> None:
-        """All micro-batches of a step with several losses have told one: ranks' gradients become
-        means, as by DDP. A collective."""
-        assert self._groups is not None
-        trained = [p for p in self._listed if p.requires_grad]
-        sum_over_ranks(trained, self._groups.world_size)
-        self.check_groups()
-        running.made = own_watch.versions(self._listed)
-
-    def values(self) -> dict[str, Any]:
-        """Of weights and registered objects, by name, as copies."""
-        found = self.own.values()
-        for number, model in enumerate(self.models):
-            for name, parameter in model.named_parameters():
-                found[f"a weight (model {number}, {name})"] = parameter.detach().clone()
-        return found
-
-    def schedulers(self) -> list[LRScheduler]:
-        return self.own.of_kind(LRScheduler)
-
-    @property
-    def is_cut(self) -> bool:
-        """Weights lie in shards."""
-        return self._is_cut
 
     def _seed(self, running: Running, place: int) -> None:
         if self.seed is not None:
@@ -235,7 +177,7 @@ class OwnStep:
         weight = micro_batch.weight
         if count is None and weight:
             self._alike = check_alike(micro_batch.data, self._alike)
-        if running.index == 0:
+        if running.begun == 1:
             running.reach("backward")
         running.divided = of is not None
         terms = self._terms(running, count)
@@ -254,7 +196,7 @@ class OwnStep:
         torch.autograd.backward(share if scaler is None else scaler.scale(share))
         for routed in self._routed.values():
             routed.is_ahead = False
-        if scaler is None and running.index == len(running.micro_batches) - 1:
+        if scaler is None and running.begun == len(running.micro_batches):
             running.made = own_watch.versions(self._listed)
             running.probe = own_watch.probe(self._listed) if self._is_cut else None
 
@@ -264,9 +206,8 @@ class OwnStep:
         batch, told = self.job.batch, count
         divisor = batch.global_batch_size
         if count is None:
-            place, divisor = (running.passes, running.index), batch.micro_batches
-            told = int(place not in running.meant)
-            running.meant.add(place)
+            place, divisor = (running.passes, running.begun), batch.micro_batches
+            told, running.meant = int(running.meant != place), place
         if running.told and divisor != running.divisor:
             raise ConfigError("ctx.backward: give the count of a loss's terms always, or never")
         running.divisor = divisor
@@ -276,10 +217,7 @@ class OwnStep:
     def _note_compared(self, running: Running, loss: torch.Tensor) -> None:
         """Several losses of one micro-batch add up."""
         made = running.compared
-        if running.index < len(made):
-            made[running.index] = made[running.index] + loss
-        else:
-            made.append(loss)
+        made[running.begun - 1 :] = [sum(made[running.begun - 1 :], loss)]
 
     def _note_named(self, running: Running, metrics: Any, weight: float) -> None:
         if running.agreed:
@@ -356,9 +294,7 @@ class OwnStep:
         running.norm = math.sqrt(squares) * running.ratio
         running.agreed, running.scaled = True, False
         running.loss, running.terms, running.told = 0.0, TermCounts(), 0
-        running.meant = set()
-        running.passes += running.is_abreast
-        self._keep_buffers(running)  # what ranks have shared is padding's, too
+        running.meant = (0, 0)
 
     def _square_norm(self, running: Running) -> float:
         assert self._groups is not None and self._laid_out is not None
@@ -369,8 +305,7 @@ class OwnStep:
             self._groups.check()
             return squares
         for number, runner in self._runners.items():
-            if not running.is_abreast:
-                self._check_reduced(number, runner, running)
+            self._check_reduced(number, runner, running)
         norm = float(torch.nn.utils.get_total_norm(found))
         self._groups.check()
         return norm * norm if self._groups.rank == 0 else 0.0

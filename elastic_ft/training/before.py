@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from elastic_ft.data.epoch_order import EpochOrder
 from elastic_ft.engines.own import OwnEngine
 from elastic_ft.errors import ConfigError
-from elastic_ft.training.abreast import Abreast
 from elastic_ft.training.between import Between
 from elastic_ft.training.each import MicroTurns, ZeroGrad
 from elastic_ft.training.found import found_for
@@ -40,7 +39,7 @@ class BeforeSteps(Between, ABC):
     worker: Worker
     _own: Steering | None
     _loader: Loader | None
-    _turn: MicroTurns | Abreast | None
+    _turn: MicroTurns | None
     has_begun: bool
 
     def prepare(
@@ -100,13 +99,12 @@ class BeforeSteps(Between, ABC):
                 place += 1
             engine.own.register(name, thing)
         for owner in (*given.optimizers, *given.models):
-            self._take_zero_grad(owner)
+            owner.zero_grad = ZeroGrad(  # type: ignore[method-assign]
+                owner, lambda: bool(self._turn and self._turn.keeps_gradients)
+            )
         for model in given.models:
             if not hasattr(model, "no_sync"):  # DDP's: a step's micro-batches are accumulated
                 model.no_sync = nullcontext
-
-    def _take_zero_grad(self, owner: Any) -> None:
-        owner.zero_grad = ZeroGrad(owner, lambda: bool(self._turn and self._turn.keeps_gradients))
 
     def _made_of(self, given: DataLoader[Any] | Loader) -> Loader:
         """Raises ConfigError."""

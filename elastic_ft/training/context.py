@@ -11,7 +11,6 @@ import torch
 
 from elastic_ft.engines.modules import seed_all_for
 from elastic_ft.errors import ConfigError, UsageError
-from elastic_ft.training.abreast import Abreast, has_several_losses
 from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.before import BeforeSteps
@@ -95,7 +94,7 @@ class Context(BeforeSteps):
         self.latest: Step | None = None
         self.has_begun = self._ended = False
         self._inside = False  # whether the step's function runs
-        self._turn: MicroTurns | Abreast | None = None  # where a function of ``each`` runs
+        self._turn: MicroTurns | None = None  # where a function of ``each`` runs
         self._loader: Loader | None = None
         self._span: EpochSpan | None = None  # where the loader is to end, if not with the job
         # The running epoch's last step; batches outside epochs; generation that callbacks heard of.
@@ -189,19 +188,13 @@ class Context(BeforeSteps):
                 go_over(over, enumerated, function)
                 return function
             body = body_of(function, enumerated, prepared.is_drawn and not whole)
-            are_several = not (whole or own.engine.is_cut) and has_several_losses(function)
 
             def make(batch: Batch) -> None:
                 place = self._span.place(batch.number) if self._span else batch.number - 1
                 if whole:
                     body(place, batch)
                     return
-                is_checked = not batch.number & (batch.number - 1)
-                self._turn = (
-                    Abreast(batch, own.engine, is_checked)
-                    if are_several
-                    else MicroTurns(batch, own.engine.gradients_seen)
-                )
+                self._turn = MicroTurns(batch, own.engine.gradients_seen)
                 self._turn.run(functools.partial(body, place))
 
             self._forgotten.begin(function, own.kept)
@@ -289,7 +282,7 @@ class Context(BeforeSteps):
         """
         engine, turn = self._steering("backward").engine, self._turn
         if turn is not None:
-            turn.before_backward(scaler)
+            turn.before_backward()
         engine.backward(loss, count, metrics, scaler, of)
         if turn is not None:
             turn.after_backward()
@@ -298,8 +291,6 @@ class Context(BeforeSteps):
         """``(max_norm)`` clips the gradient of the global batch by its norm, which is returned;
         ``(parameters, max_norm)`` that of these alone, as torch's function and Accelerate's."""
         engine = self._steering("clip_grad_norm_").engine
-        if self._turn is not None and self._turn.is_another:
-            return float(engine.running.norm or 0.0)  # it has been clipped
         if len(norm) + len(named) == 1:
             return engine.clip_grad_norm_(*norm, **named)
         return engine.clip_these(*norm, **named)

@@ -21,11 +21,6 @@ from elastic_ft.training.batch import Batch
 from elastic_ft.training.held_out import HeldOut
 from elastic_ft.training.loader import Loader
 
-NO_LOSS = (
-    "ctx.each: the function returned without ctx.backward(loss), or caught what that raises: it "
-    "stands where loss.backward() stood, in no bare `except:`"
-)
-
 
 class NextMicroBatch(BaseException):  # no Exception: a script's own ``except`` lets it through
     """Leaves the body: its gradients are there, and the next micro-batch comes."""
@@ -45,8 +40,6 @@ class MicroTurns:
         self._is_telling, self._thread = False, threading.get_ident()
         self.was_left = False  # the body, by NextMicroBatch
 
-    is_another = False  # this call is the one that makes the step
-
     def run(self, body: Callable[[Any], None]) -> None:
         """Calls it with each micro-batch. Raises ConfigError where a call has told no loss."""
         for micro in self._given():
@@ -61,7 +54,10 @@ class MicroTurns:
             self._is_told, left = False, self._left
             yield micro
             if self._left == left or (left > 1 and not self.was_left):
-                raise ConfigError(NO_LOSS)
+                raise ConfigError(
+                    "ctx.each: the function returned without ctx.backward(loss), or caught what "
+                    "that raises: it stands where loss.backward() stood, in no bare `except:`"
+                )
 
     @property
     def keeps_gradients(self) -> bool:
@@ -73,7 +69,7 @@ class MicroTurns:
         """Whether ``loss.backward()`` here and now tells a micro-batch's loss."""
         return not self._is_telling and threading.get_ident() == self._thread
 
-    def before_backward(self, scaler: Any = None) -> None:
+    def before_backward(self) -> None:
         """Raises ConfigError."""
         self._is_telling = True
         if self._is_told:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.loader import Loader
+from elastic_ft.training.torchrun import deals_nothing
 from elastic_ft.worker.step import Step
 
 
@@ -96,6 +97,8 @@ def sort_out(things: tuple[Any, ...], trained: Loader | None = None) -> Given:
 def _trained_of(loaders: list[Any], trained: Loader | None) -> DataLoader[Any] | Loader | None:
     """That of these which is trained on: the others are held-out ones. Raises ConfigError."""
     sure = [x for x in loaders if isinstance(x, Loader) or isinstance(x.sampler, RandomSampler)]
+    if sure or trained is not None:  # else the first of those that a DistributedSampler shuffles
+        sure += [x for x in loaders if deals_nothing(x.sampler) and x.sampler.shuffle]
     if len(sure) + (trained is not None) > 1:
         raise ConfigError(ONE_LOADER.format(count=len(sure) + (trained is not None)))
     if trained is not None:

@@ -48,9 +48,11 @@ class HeldOut:
 
     @property
     def sampler(self) -> Any:
-        """Of the loader, whose epoch may be set, whatever it is."""
+        """The loader's own, whose epoch may be set, whatever it is."""
         own = self.loader.sampler
-        return own if hasattr(own, "set_epoch") else NoSampler()
+        if not hasattr(own, "set_epoch"):
+            own.set_epoch = NoSampler().set_epoch
+        return own
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

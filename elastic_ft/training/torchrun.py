@@ -8,6 +8,7 @@ of what is trained on is the job's, and held-out data each rank goes through who
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from elastic_ft.errors import ConfigError
 
 REFUSED = {  # options of the wrapper that would change what is computed
     "process_group": "the world's groups are the job's: leave it out",
+    "device_mesh": "the world's groups are the job's: leave it out",
     "mixed_precision": "torch.autocast in the step's function instead",
 }
 
@@ -27,26 +29,33 @@ REFUSED = {  # options of the wrapper that would change what is computed
 def watch_wrappers(current: Callable[[], Any]) -> None:
     """From now on, in this process, for the context that ``current`` returns. Once."""
     wrapper: Any = DistributedDataParallel
-    wrapper.__new__ = _wrapped(current)
+    options = inspect.signature(wrapper.__init__)
+    wrapper.__new__ = _wrapped(current, options)
     plain = DistributedSampler.__init__
 
     @functools.wraps(plain)
     def dealt(
-        sampler: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, **how: Any
+        sampler: Any,
+        dataset: Any,
+        num_replicas: Any = None,
+        rank: Any = None,
+        *more: Any,
+        **how: Any,
     ) -> None:
         if current() is not None and num_replicas is None and rank is None:
             num_replicas, rank = 1, 0
-        plain(sampler, dataset, num_replicas, rank, **how)
+        plain(sampler, dataset, num_replicas, rank, *more, **how)
 
     DistributedSampler.__init__ = dealt  # type: ignore[method-assign]
 
 
-def _wrapped(current: Callable[[], Any]) -> Callable[..., Any]:
+def _wrapped(current: Callable[[], Any], options: inspect.Signature) -> Callable[..., Any]:
     def wrapped(kind: type, module: nn.Module | None = None, *args: Any, **how: Any) -> Any:
         context, caller = current(), str(sys._getframe(1).f_globals.get("__name__", ""))
         if context is None or module is None or caller.partition(".")[0] == "elastic_ft":
             return object.__new__(kind)
-        _check(how, context.job.parallel.unused_parameters)
+        given = options.bind(None, module, *args, **how).arguments
+        _check(given, context.job.parallel.unused_parameters)
         if not hasattr(module, "module"):
             vars(module)["module"] = module  # as an attribute it would be a part of itself
         return module

@@ -4,6 +4,8 @@ what those frames keep.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sysconfig
 import traceback
 from pathlib import Path
@@ -12,6 +14,7 @@ from elastic_ft.errors import redacted
 
 FRAMES_MAX, LINE_MAX = 6, 160
 OURS = str(Path(__file__).resolve().parents[1])
+GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 
 
@@ -34,7 +37,10 @@ def forget_frames(error: BaseException | None) -> None:
     seen: list[BaseException] = []  # two that are each other's cause would go round for ever
     while error is not None and all(error is not one for one in seen):
         seen.append(error)
-        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if not frame.f_code.co_flags & GENERATORS:  # one that goes on would end
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
         error = error.__cause__ or error.__context__
 
 

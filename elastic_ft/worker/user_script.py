@@ -11,8 +11,14 @@ from elastic_ft.config import LoopConfig
 from elastic_ft.errors import UsageError
 
 OF_TORCHRUN = (  # what a script that was left as it was runs into, and what it should have instead
-    ("Error initializing torch.distributed", "leave out init_process_group and what needs it"),
-    ("process group has not been initialized", "leave out init_process_group and what needs it"),
+    (
+        "Error initializing torch.distributed",
+        "leave out init_process_group; what needs it comes after elastic_ft.init",
+    ),
+    (
+        "process group has not been initialized",
+        "leave out init_process_group; what needs it comes after elastic_ft.init",
+    ),
     ("RANK'", "take ctx.rank, ctx.world_size and ctx.device"),
     ("WORLD_SIZE'", "take ctx.rank, ctx.world_size and ctx.device"),
     ("has no attribute 'module'", "the model is not wrapped: write model for model.module"),

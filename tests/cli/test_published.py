@@ -44,7 +44,6 @@ NAMES = (
     "early_stopping",
     "run_clm",
     "nanogpt",
-    "dcgan",
 )
 
 
@@ -76,7 +75,6 @@ CLM += ("--save_steps=10",)  # whoever joins finds the export of one, and does n
     ("name", "arguments"),
     [
         ("fabric_images", ()),
-        ("dcgan", ()),
         pytest.param("ddp_tutorial", ("4",), marks=pytest.mark.soak),
         pytest.param("accelerate_text", (), marks=pytest.mark.soak),
         pytest.param("early_stopping", (), marks=pytest.mark.soak),

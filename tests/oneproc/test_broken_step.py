@@ -82,3 +82,22 @@ def test_errors_that_are_each_others_cause_have_an_end() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     forget_frames(one)
+
+
+def test_a_generator_in_its_way_goes_on() -> None:
+    """One that keeps what it was thrown, and yields more."""
+
+    def reads() -> Iterator[int]:
+        try:
+            yield 1
+        except ValueError as error:
+            kept.append(error)
+            yield 2
+        yield 3
+
+    kept: list[BaseException] = []
+    reading = reads()
+    next(reading)
+    assert reading.throw(ValueError("torn")) == 2  # type: ignore[attr-defined]
+    forget_frames(kept[0])
+    assert next(reading) == 3

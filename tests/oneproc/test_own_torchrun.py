@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from elastic_ft.training.each import is_another
 from elastic_ft.training.found import watch
 from tests.oneproc.own_loops import Own
 from tests.oneproc.test_own_arguments import context, prepared, samples
+
+PLACES = [*inspect.signature(DDP.__init__).parameters][2:]  # behind self and module
 
 
 @pytest.fixture
@@ -55,6 +58,7 @@ def test_a_model_with_a_module_of_its_own_keeps_it(ctx: Context) -> None:
         ({"find_unused_parameters": True}, r'parallel={"unused_parameters": True} of init'),
         ({"process_group": object()}, "process_group: refused"),
         ({"mixed_precision": object()}, "mixed_precision: refused: torch.autocast"),
+        ({"device_mesh": object()}, "device_mesh: refused"),
     ],
 )
 def test_what_a_wrapper_can_not_mean_is_told(
@@ -62,6 +66,11 @@ def test_what_a_wrapper_can_not_mean_is_told(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"DistributedDataParallel.*{said}"):
         DDP(nn.Linear(1, 1), **option)
+
+
+def test_options_by_their_places_are_looked_at_too(ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="process_group: refused"):
+        DDP(nn.Linear(1, 1), *map(str, range(PLACES.index("process_group") + 1)))
 
 
 def test_the_engine_s_own_is_a_wrapper(ctx: Context) -> None:
@@ -78,6 +87,15 @@ def test_a_distributed_sampler_stays(ctx: Context) -> None:
     assert len(trained) == 4 and torch.cat(list(held_out)).tolist() == list(range(16))
     with pytest.raises(ConfigError, match="has a DistributedSampler of its own"):
         prepared(context(), sharded(num_replicas=2, rank=0))
+    assert not DistributedSampler(range(4), 2, 0, False).shuffle  # by its place, as torch's
+
+
+def test_a_shuffled_test_set_is_not_trained_on_for_that(ctx: Context) -> None:
+    """shuffle=True says what is trained on; beside a DistributedSampler, which shuffles by itself,
+    it said that of a test set."""
+    test = DataLoader(list(torch.arange(16.0)), batch_size=2, shuffle=True)
+    with pytest.raises(ConfigError, match="expected one DataLoader that is trained on, found 2"):
+        prepared(ctx, sharded(), test)
 
 
 def test_a_held_out_loader_without_one_has_its_epoch_set_too(ctx: Context) -> None:
@@ -85,6 +103,7 @@ def test_a_held_out_loader_without_one_has_its_epoch_set_too(ctx: Context) -> No
     goes over either by one line, which refused a held-out one that was prepared."""
     trained, held_out = prepared(ctx, samples(), samples())
     held_out.sampler.set_epoch(1)
+    assert len(held_out.sampler) == len(held_out.dataset)
     seen = list[Any]()
     ctx.each(held_out, enumerated=True)(lambda i, batch: seen.append((i, len(batch))))
     assert seen == [(i, 2) for i in range(8)] and not is_another(trained, trained)
