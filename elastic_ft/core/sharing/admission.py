@@ -6,8 +6,7 @@ that fit into what their queue owns come before those that borrow. Each runs wit
 at all. What others have beyond their minima does not stand in its way: that is taken back in place.
 If it does not fit even so, others are suspended for it, but only if it runs then: those that borrow
 what its queue owns; of its own kind, those of a lower rank, and those that started behind it while
-it waited (backfill: they delay nobody). Where it is its queue's ceiling that it does not fit under,
-those are of its queue.
+it waited (backfill: they delay nobody).
 
 Thousands may wait, of few kinds (``ledger.Alike``): once one is refused, the others of its kind are
 not asked, for room only gets less as the walk goes on. Where somebody has to be suspended it gets
@@ -154,8 +153,6 @@ def owners(
             found.add(job.job)
         elif at >= 0:
             lanes[at].closed = True
-        else:  # it has all that its queue owns, and more: a lower one owns none of it
-            left[queue] = 0
         if at >= 0 and (head := lanes[at].go_on()) is not None:
             heapq.heappush(heap, (-head.wish.priority, 1, head.number, at))
     return found
@@ -185,7 +182,6 @@ class Walk:
         self.given_way = frozenset(name for job in running for name in job.behind)
         self.waiting = waiting.with_apart(self.given_way)
         self.blocked: list[SharedJob] = []
-        self.capped: set[JobId] = set()  # of them, those whom their queue's ceiling refused
         self.found = Admission()
         self._shed()
 
@@ -206,10 +202,11 @@ class Walk:
         for part in self._parts():
             for lane, job in in_turn(lanes_of(part), self, part.at_s):
                 lack = self._lack(alike(job.wish))
-                if self._victims(job, lack):
+                if lack is Lack.ROOM and self._victims(job):
                     return False
                 self._answer(job, lack)
-                lane.closed = lack is not None and len(self.blocked) >= BEHIND_KEPT
+                enough = lack is Lack.CEILING or len(self.blocked) >= BEHIND_KEPT
+                lane.closed = lack is not None and enough
         return True
 
     def _parts(self) -> tuple[Waiting, ...]:
@@ -228,17 +225,10 @@ class Walk:
             need = job.least * job.slots
             self.left -= need
             self.used[job.wish.queue] += need
-            self.found.behind[job.job] = tuple(self._passed(job))[:BEHIND_KEPT]
+            self.found.behind[job.job] = tuple(b.job for b in self.blocked[:BEHIND_KEPT])
             self.found.grants.append(job)
-            return
-        self.blocked.append(job)
-        (self.capped.add if lack is Lack.CEILING else self.capped.discard)(job.job)
-
-    def _passed(self, job: SharedJob) -> Iterator[JobId]:
-        """Those before it that have no room, and to which its own would be of use."""
-        for other in self.blocked:
-            if other.job not in self.capped or other.wish.queue == job.wish.queue:
-                yield other.job
+        elif lack is not Lack.CEILING:
+            self.blocked.append(job)
 
     # ---------------------------------------------------------------------------- one by one
 
@@ -256,10 +246,11 @@ class Walk:
 
     def _ask(self, job: SharedJob) -> bool:
         """Returns whether others had to make room."""
-        kind = alike(job.wish)
-        victims = self._victims(job, self._lack(kind))
-        for victim in victims:
-            self._suspend(victim, job.job)
+        kind, victims = alike(job.wish), list[SharedJob]()
+        if self._lack(kind) is Lack.ROOM:
+            victims = self._victims(job)
+            for victim in victims:
+                self._suspend(victim, job.job)
         self._answer(job, self._lack(kind))
         return bool(victims)
 
@@ -269,48 +260,26 @@ class Walk:
         self.used[job.wish.queue] -= need
         self.found.victims[job.job] = beneficiary
 
-    def _victims(self, job: SharedJob, lack: Lack | None) -> list[SharedJob]:
+    def _victims(self, job: SharedJob) -> list[SharedJob]:
         """As few as will do, the lowest first; none if all of them would not do."""
-        if lack not in (Lack.ROOM, Lack.CEILING) or not self._may_have_victims(job):
+        need = job.least * job.slots
+        if not self._may_have_victims(job):
             return []
-        able = [
-            other
-            for other in self.running
-            if other.job not in self.found.victims and self._gives_way(other, job)
-        ]
-        inside = [other for other in able if other.wish.queue == job.wish.queue]
-        room, under = self._lacking(job)
-        chosen: dict[JobId, SharedJob] = {}
-        for of in (inside, able):
-            for other in of:
-                if (under if of is inside else room) <= 0:
-                    break
-                if other.job not in chosen:
-                    chosen[other.job] = other
-                    room, under = self._without(other, job, room, under)
-        if room > 0 or under > 0:
+        chosen: list[SharedJob] = []
+        left = self.left
+        for other in self.running:
+            if left >= need:
+                break
+            if other.job not in self.found.victims and self._gives_way(other, job):
+                chosen.append(other)
+                left += other.least * other.slots
+        if left < need:
             return []
-        for other in sorted(chosen.values(), key=lambda each: (-each.rank, each.number)):
-            back = self._without(other, job, room, under, -1)  # the highest first: who need not go
-            if max(back) <= 0:
-                room, under = back
-                del chosen[other.job]
-        return list(chosen.values())
-
-    def _lacking(self, job: SharedJob) -> tuple[int, int]:
-        """Slots that its minimum lacks: of all that there are, and under its queue's ceiling."""
-        need, queue = job.least * job.slots, job.wish.queue
-        ceiling = self.terms.queues[queue].ceiling
-        under = -self.slots if ceiling is None else self.used[queue] + need - ceiling
-        return need - self.left, under
-
-    @staticmethod
-    def _without(
-        other: SharedJob, job: SharedJob, room: int, under: int, sign: int = 1
-    ) -> tuple[int, int]:
-        """What ``_lacking`` says of ``job`` once ``other`` is gone; ``sign`` -1: is back."""
-        freed = sign * other.least * other.slots
-        return room - freed, under - freed * (other.wish.queue == job.wish.queue)
+        for other in reversed(list(chosen)):  # the highest first: who need not go stays
+            if left - other.least * other.slots >= need:
+                chosen.remove(other)
+                left -= other.least * other.slots
+        return chosen
 
     def _may_have_victims(self, job: SharedJob) -> bool:
         if not self.running:
