@@ -82,7 +82,7 @@ def _options(
 
 def main() -> None:
     code = run_command(sys.argv[1:])
-    leave_when_interrupted(INTERRUPTED)
+    leave_when_interrupted(code)
     sys.exit(code)
 
 

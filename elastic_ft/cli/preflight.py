@@ -5,6 +5,8 @@ Cheap checks come first, so that most mistakes are answered without importing to
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,6 @@ from typing import Any
 from elastic_ft.cli import extensions
 from elastic_ft.cli.check_model import ModelAndData, check_model_and_data
 from elastic_ft.cli.check_stores import check_apart, check_checkpoint, check_owner, check_writable
-from elastic_ft.cli.last_words import witnessed
 from elastic_ft.cli.progress import saying_if_long
 from elastic_ft.cli.where import Where
 from elastic_ft.config import Job, LoopConfig
@@ -100,10 +101,13 @@ def check_job(
 
 
 def _made(job: Job, made: Callable[[Job], ModelAndData]) -> ModelAndData:
-    """The user's code may take its time, or the process along: it is said which is imported."""
+    """The user's code may take its time: it is said which is imported. Where it takes the process
+    along, Python says in which line."""
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may be no file
+            faulthandler.enable(all_threads=False)
     of = f" ({', '.join(imports)})" if (imports := job.imports()) else ""
-    what = f"model and data are made, to check them{of}"
-    with witnessed(what), saying_if_long(what):
+    with saying_if_long(f"model and data are made, to check them{of}"):
         return made(job)
 
 

@@ -88,7 +88,7 @@ def interrupt_on_sigterm() -> None:
 
 def leave_when_interrupted(code: int) -> None:
     """From now on, as all that is asked for is done: libraries may take their time at the end, and
-    who does not wait for that is shown no traceback of it."""
+    who does not wait for that is shown no traceback of it, and told ``code`` all the same."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         os._exit(code)

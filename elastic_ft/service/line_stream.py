@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class LineStream:
         if len(items) < PACKED:
             return
         packs = (*packs, _packed(items))
-        if len(packs) * PACKED > KEPT_MAX:
+        if (len(packs) + 1) * PACKED > KEPT_MAX:  # with those that come before the next pack
             half = len(packs) // 2
             packs, first = packs[half:], first + half * PACKED
         self._kept = packs, [], first
@@ -61,8 +62,8 @@ class LineStream:
         packs, items, _ = self._kept
         return len(packs) * PACKED + len(items)
 
-    def since(self, position: int, most: int = KEPT_MAX) -> tuple[list[Item], int]:
-        """Those from ``position`` on, ``most`` of them, and where to go on."""
+    def since(self, position: int, most: int = sys.maxsize) -> tuple[list[Item], int]:
+        """Those from ``position`` on, ``most`` of them at most, and where to go on."""
         packs, items, first = self._kept
         start = max(0, position - first)
         found = list[Item]()

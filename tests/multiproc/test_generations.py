@@ -66,6 +66,7 @@ def live_through(
             "groups": len(distributed_c10d._world.pg_map),
             "patched": int(torch.nn.functional.linear is not linear),
         }
+        assert bool(made) == (parallel.engine == "deepspeed")
         alive["engines"] = sum(ref() is not None for ref in made)
         found.append(alive)
     return found

@@ -162,13 +162,13 @@ CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
     ),
     **{
         f"zero{stage}": (
-            moves_through(*(f"{kind}3", f"{kind}2") * len(points), f"{kind}3", faults=points),
+            moves_through(*(f"{kind}3", f"{kind}2") * 2, f"{kind}3", faults=points),
             {"workers": 3, "parallel": deepspeed(stage)},
         )
         for stage, kind, points in (
             (0, "ddp", [("backward", 1), ("inside_optimizer", 2)]),
-            (1, "fsdp", [("inside_optimizer", 0)]),
-            (2, "fsdp", [("forward", 2)]),
+            (1, "fsdp", [("backward", 0), ("inside_optimizer", 1)]),
+            (2, "fsdp", [("forward", 2), ("inside_optimizer", 0)]),
             (3, "fsdp", [("backward", 1), ("inside_optimizer", 2)]),
         )
     },

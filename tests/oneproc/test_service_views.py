@@ -138,6 +138,7 @@ def test_a_packed_stream_tells_what_a_list_would(
         stream.add(told[-1])
     first = len(told) - len(stream)
     assert len(stream) >= min(len(told), 20)
+    assert len(stream) <= 40 and stream.since(0)[0] == told[first:]
     for position in range(len(told) + 3):
         for most in (1, 4, 7, 1000):
             begin = max(position, first)
