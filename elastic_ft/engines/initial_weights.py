@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elastic_ft.core.manifest import TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ModelError
-from elastic_ft.models.experts_apart import ALL, EACH, Piece, names_in_files, pieces_of
+from elastic_ft.models.experts_apart import ALL, EACH, StoredPiece, names_in_files, pieces_of
 from elastic_ft.models.lora import name_in_base
 from elastic_ft.state.tensors import LocalState, StateTensor, tensor_name
 from elastic_ft.storage.safetensors import CONFIG, Rows, SafetensorsFolder
@@ -28,7 +28,7 @@ APART = "a tensor for each expert, and these are not put together"
 class Matched:
     """``sources``: the model's name -> what it is made of. ``remarks``: worth a line each."""
 
-    sources: Mapping[str, tuple[Piece, ...]]
+    sources: Mapping[str, tuple[StoredPiece, ...]]
     remarks: tuple[str, ...] = ()
 
 
@@ -51,7 +51,7 @@ def match(
     """
     names, tensors = _by_identity(model, frozen_only)
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    sources: dict[str, tuple[Piece, ...]] = {}
+    sources: dict[str, tuple[StoredPiece, ...]] = {}
     taken: set[str] = set()
     problems: list[str] = []
     conversions: Counter[tuple[str, str]] = Counter()
@@ -85,18 +85,18 @@ def match(
 
 def _pieces(
     candidates: list[str], shape: tuple[int, ...], found: Mapping[str, TensorSpec], taken: set[str]
-) -> tuple[Piece, ...] | None:
+) -> tuple[StoredPiece, ...] | None:
     """Of the first of a tensor's names that the folder has, under another one or in pieces."""
     for name in candidates:
         for called in names_in_files(name):
             if called in found and called not in taken:
-                return (Piece(called, shape),)
+                return (StoredPiece(called, shape),)
         if pieces := pieces_of(name, shape, found):
             return pieces
     return None
 
 
-def _problem(piece: Piece, spec: TensorSpec | None, dtype: str) -> str:
+def _problem(piece: StoredPiece, spec: TensorSpec | None, dtype: str) -> str:
     """Why it can't be read into a tensor of ``dtype``; "" if it can."""
     if spec is None:
         return f"{piece.name} is missing"
@@ -198,10 +198,10 @@ def fill(folder: SafetensorsFolder, matched: Matched, state: LocalState) -> int:
         return folder.read(wants, lambda rows, data: _fill(targets, specs, rows, data))
 
 
-_Target = tuple[StateTensor, Piece]
+_Target = tuple[StateTensor, StoredPiece]
 
 
-def _rows_in(piece: Piece, box: Box) -> tuple[int, int]:
+def _rows_in(piece: StoredPiece, box: Box) -> tuple[int, int]:
     """[first, stop) of ``piece`` that lie in ``box`` of the model's tensor; a scalar has one."""
     if not box.sizes:
         return 0, 1

@@ -17,7 +17,7 @@ FAMILIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """A tensor of a folder, and where it lies in the model's.
 
     Attributes:
@@ -38,7 +38,9 @@ def names_in_files(name: str) -> Iterator[str]:
         yield name.replace(".mlp.", mixture)
 
 
-def pieces_of(name: str, shape: tuple[int, ...], found: Container[str]) -> tuple[Piece, ...] | None:
+def pieces_of(
+    name: str, shape: tuple[int, ...], found: Container[str]
+) -> tuple[StoredPiece, ...] | None:
     """Those that all experts' tensor ``name`` is put together from; None if it is no such tensor,
     or its first expert's are not in the folder. Others may be missing there. Where the folder has
     more experts than the model, one of these is among them.
@@ -52,7 +54,9 @@ def pieces_of(name: str, shape: tuple[int, ...], found: Container[str]) -> tuple
         experts, rows = shape[0], shape[1] // len(parts)
         one_more = f"{prefix}{ALL}{experts}.{parts[0]}.weight"
         return tuple(
-            Piece(f"{prefix}{ALL}{expert}.{part}.weight", (rows, *shape[2:]), (expert,), at * rows)
+            StoredPiece(
+                f"{prefix}{ALL}{expert}.{part}.weight", (rows, *shape[2:]), (expert,), at * rows
+            )
             for expert in range(experts + (one_more in found))
             for at, part in enumerate(parts)
         )
