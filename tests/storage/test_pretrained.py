@@ -208,9 +208,10 @@ def test_what_contradicts_it_in_the_job_is_refused() -> None:
             parse_job(job | {"model": {"pretrained": "folder"} | other})
 
 
-def test_a_base_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_base_that_was_replaced_is_not_read(tmp_path: Path, kind: str) -> None:
     """Also by who has found it at the start, and was given all its rows by peers since."""
-    folder, model = tmp_path / "base", save(tmp_path / "base")
+    folder, model = tmp_path / "base", save(tmp_path / "base", kind)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     reference, store = Reference(str(folder), model), open_store(str(folder))
@@ -224,7 +225,7 @@ def test_a_base_that_was_replaced_is_not_read(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(wanted[f"model.{name}"].local, parameter), name
     reference.find(store)  # anew: the same
-    save(folder, seed=8)
+    save(folder, kind, seed=8)
     for one in (reference, joiner):
         with pytest.raises(ModelError, match="other weights than the run began with"):
             one.find(store)
