@@ -60,6 +60,7 @@ def _wrapped(current: Callable[[], Any], options: inspect.Signature) -> Callable
             vars(module)["module"] = module  # as an attribute it would be a part of itself
         return module
 
+    wrapped.__signature__ = options  # type: ignore[attr-defined]  # who asks the class is told it
     return wrapped
 
 

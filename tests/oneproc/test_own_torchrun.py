@@ -74,7 +74,9 @@ def test_options_by_their_places_are_looked_at_too(ctx: Context) -> None:
 
 
 def test_the_engine_s_own_is_a_wrapper(ctx: Context) -> None:
+    """And is made with the words that this torch has for its options."""
     own = Own("ddp")
+    warnings.simplefilter("error")
     with own.generation():
         assert [type(runner) for runner in own.engine._runners.values()] == [DDP]
 
