@@ -126,7 +126,7 @@ def why_failed(options: argparse.Namespace, found: dict[str, Any]) -> str:
     return ""
 
 
-def main() -> int:
+def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="auto")
@@ -138,7 +138,34 @@ def main() -> int:
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--fault", choices=FAULTS, default="")
     parser.add_argument("--memory", action="store_true", help="looked at, and must not double")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def told_of(folder: Path, found: dict[str, Any], killed_at_s: float, kept: int) -> dict[str, Any]:
+    """What the run folder says. ``killed_at_s``: 0: nobody was. ``kept``: processes."""
+    steps, events = read_lines(folder / "steps.jsonl"), read_lines(folder / "events.jsonl")
+    after = [s["applied_at_s"] for s in steps if s["applied_at_s"] > killed_at_s > 0]
+    times = [step["step_time_s"] for step in steps]
+    return {
+        "status": found["status"],
+        "reason": str(found.get("reason"))[:300],
+        "steps": len(steps),
+        "losses": [round(steps[at]["loss"], 4) for at in (0, -1)] if steps else None,
+        "pids_kept": kept,
+        "pause_s": round(after[0] - killed_at_s, 3) if after else None,
+        "step_s": round(statistics.median(times), 4) if times else None,
+        "worlds": sorted({step["world_size"] for step in steps}),
+        "odd": [
+            [line["event"], str(line.get("reason"))[:120]]
+            for line in events
+            if line["event"] in ODD
+        ][:6],
+        "events": sorted({line["event"] for line in events if line["event"] in ODD}),
+    }
+
+
+def main() -> int:
+    options = asked()
     faults = [PointFault("forward", options.fault, rank=1, step=AT_STEP)] if options.fault else []
     pids: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -171,27 +198,12 @@ def main() -> int:
         found = {"status": type(error).__name__, "reason": str(error)[:300]}
     if memory is not None:
         memory.over.set()
-    steps, events = read_lines(folder / "steps.jsonl"), read_lines(folder / "events.jsonl")
-    after = [s["applied_at_s"] for s in steps if s["applied_at_s"] > killed_at_s > 0]
-    times = [step["step_time_s"] for step in steps]
+    kept = sum(last.get(worker) == pid for worker, pid in pids.items())
     line = {
         "job": values["parallel"],
         "technique": options.technique,
         "workers": options.workers,
-        "status": found["status"],
-        "reason": str(found.get("reason"))[:300],
-        "steps": len(steps),
-        "losses": [round(steps[at]["loss"], 4) for at in (0, -1)] if steps else None,
-        "pids_kept": sum(last.get(worker) == pid for worker, pid in pids.items()),
-        "pause_s": round(after[0] - killed_at_s, 3) if after else None,
-        "step_s": round(statistics.median(times), 4) if times else None,
-        "worlds": sorted({step["world_size"] for step in steps}),
-        "odd": [
-            [line["event"], str(line.get("reason"))[:120]]
-            for line in events
-            if line["event"] in ODD
-        ][:6],
-        "events": sorted({line["event"] for line in events if line["event"] in ODD}),
+        **told_of(folder, found, killed_at_s, kept),
     }
     if memory is not None:
         line |= {"steady_mib": memory.steady, "peak_mib": memory.peak}

@@ -16,7 +16,7 @@ import torch
 # stores and the terminal.
 NEEDED = (
     *("fsspec", "msgpack", "numpy", "prometheus_client", "psutil", "pydantic", "tokenizers"),
-    *("pynvml", "xxhash", "yaml"),
+    *("xxhash", "yaml"),
 )
 CHILD = """
 import multiprocessing, torch
