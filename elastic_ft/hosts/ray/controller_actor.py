@@ -25,7 +25,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.assignment import Assignment, WorkerId
@@ -34,7 +34,7 @@ from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.hosts.ray import ray_private, submission
 from elastic_ft.hosts.ray.controller_thread import ControllerThread
 from elastic_ft.hosts.ray.hosted import Launch
-from elastic_ft.hosts.ray.lives import is_restarted_actor
+from elastic_ft.hosts.ray.lives import call_until, is_restarted_actor
 from elastic_ft.hosts.ray.names import RunNames, run_of
 from elastic_ft.hosts.ray.placement_groups import Placements
 from elastic_ft.hosts.ray.ray_host import RayHost
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2  # how often reports are fetched; a worker can have one waiting
 FLUSH_S = 15.0  # after the job's end, for the last reports
 STOP_S = 30.0
-BEGIN_TIMEOUT_S, BEGIN_AGAIN_S = 5.0, 0.05
+CURRENT_TIMEOUT_S = 5.0
 SUPERSEDED = 75  # exit code (EX_TEMPFAIL)
 UNREAD = 74  # exit code (EX_IOERR)
 ALIVE = "alive"  # the concurrency group of what is answered while all else blocks
@@ -169,14 +169,8 @@ class ElasticController(ray_private.TrainController):
         )
 
     def _call_begin(self) -> None:
-        """A restarted actor is called by nobody else. A call to it may fail at first: not even
-        its own process has been told that it lives again."""
-        while self._running is None:
-            try:
-                ray.get(self._itself.begin.remote(), timeout=BEGIN_TIMEOUT_S)
-            except (RayError, GetTimeoutError) as error:
-                log.info("the controller's first call is repeated: %s", error)
-                time.sleep(BEGIN_AGAIN_S)
+        """A restarted actor is called by nobody else."""
+        call_until(lambda: self._running is not None, self._itself.begin.remote)
 
     async def _until_known(self) -> None:
         """A restarted controller does not know at once which generation there is. It does, or
@@ -219,7 +213,7 @@ class ElasticController(ray_private.TrainController):
         """Whether Ray takes this process for the actor: on a node that was cut off it does not."""
         try:
             asked = asyncio.ensure_future(self._itself.process.remote())
-            return bool(await asyncio.wait_for(asked, BEGIN_TIMEOUT_S) == await self.process())
+            return bool(await asyncio.wait_for(asked, CURRENT_TIMEOUT_S) == await self.process())
         except (RayError, TimeoutError):
             return False
 
