@@ -37,6 +37,7 @@ class Look:
             "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             "drawn": group.id.hex(),
             "torch": "torch" in sys.modules,
+            "nice": os.nice(0),
         }
 
 
@@ -67,6 +68,7 @@ def test_processes_are_forked_from_a_template() -> None:
         # Whose libraries would have read another environment is no fork, but it comes.
         other = look(MINE="yes")
         assert other["mine"] == "yes" and template not in other["parents"]
+        assert first["nice"] == other["nice"]  # Ray's own, once: not the template's, and again
 
         # A template that is killed takes nobody along, and is followed by another.
         os.kill(template, signal.SIGKILL)

@@ -44,6 +44,7 @@ MODULES = (
 )
 OWN = ("PWD", "OLDPWD", "SHLVL", "_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 JOB, RAYLET = "RAY_JOB_ID", "RAY_RAYLET_PID"  # Ray reads these as it is loaded, and not again
+NICE = "RAY_worker_niceness"  # how much lower a worker's priority is than that of who started it
 FIRST_JOB = "01000000"  # of a cluster: that of the driver which made it
 FIRST = dict(os.environ)  # libraries set some variables as they are loaded
 
@@ -199,6 +200,8 @@ def become(request: Request) -> None:
     set_by_libraries = {name: os.environ[name] for name in os.environ if name not in FIRST}
     os.environ.clear()
     os.environ.update(set_by_libraries | request.environment)
+    if NICE in FIRST:
+        os.environ[NICE] = FIRST[NICE]
     script, *_ = sys.argv = request.argv
     sys.path[0] = str(Path(script).parent)
     birth.begin_again()

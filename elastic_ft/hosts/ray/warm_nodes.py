@@ -35,6 +35,8 @@ ANSWER_TIMEOUT_S = 20.0  # of a node's actor: then jobs start cold
 ASK_EVERY_S = 10.0
 AGAIN_S, LOAD_AGAIN_S = 0.5, 60.0
 LOOK_STOPPED_S = 5.0  # at the template
+# Ray lowers the priority of its workers, this actor's too: what is forked would have it twice.
+NICE_ALREADY = {fork_server.NICE: "0"}
 NEW = ".new"  # a socket that does not listen yet
 
 
@@ -82,7 +84,7 @@ class Template:
             try:
                 process = subprocess.Popen(
                     [sys.executable, "-m", fork_server.__name__, str(fd), str(loaded)],
-                    env={"OMP_NUM_THREADS": "1"} | dict(os.environ),
+                    env={"OMP_NUM_THREADS": "1"} | dict(os.environ) | NICE_ALREADY,
                     stdin=subprocess.PIPE,
                     pass_fds=[fd, loaded],
                 )
