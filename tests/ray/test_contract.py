@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ import pytest
 import ray
 import ray._private.state
 import ray._private.worker
+import ray._raylet
 from ray._private.ray_constants import SETUP_WORKER_FILENAME
+from ray.exceptions import RpcError
 from ray.train._internal.session import _TrainSession
 from ray.train.v2._internal.execution.context import ExecutionContext, TrainContext
 from ray.train.v2._internal.execution.failure_handling import default
@@ -268,6 +273,28 @@ def test_a_report_that_its_barrier_refuses_returns_and_is_not_counted() -> None:
     assert "isinstance(e.cause, SynchronizationBarrierResetError)" in source
     assert "self.report_call_index -= 1" in source
     assert "self.collective_seq -= 1" in source
+
+
+@pytest.mark.parametrize("kind", ["Error", "Log"])
+def test_a_driver_rests_while_the_gcs_is_away(kind: str) -> None:
+    """What Ray asks in a loop was asked 20,000 times a second, by drivers beside workers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    made = getattr(ray._raylet, f"Gcs{kind}Subscriber")(worker_id=bytes(28), address=address)
+    with pytest.raises(RpcError, match="connect"):
+        made.subscribe()
+    until_s, asked = time.monotonic() + 1.0, 0
+    while time.monotonic() < until_s:
+        made.poll()
+        asked += 1
+    assert asked < 10
+    closing = threading.Timer(0.05, made.close)
+    closing.start()
+    begun_s = time.monotonic()
+    made.poll()
+    closing.join()
+    assert time.monotonic() - begun_s < ray_private.REST_S * 2
 
 
 def test_what_is_forked_draws_ids_of_its_own() -> None:

@@ -8,15 +8,24 @@ reading that test's failures.
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray._private.state
 import ray._private.worker
+import ray._raylet
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._raylet import RAY_NODE_ID_KEY, GcsClient, PlacementGroupID
+from ray._raylet import (
+    RAY_NODE_ID_KEY,
+    GcsClient,
+    GcsErrorSubscriber,
+    GcsLogSubscriber,
+    PlacementGroupID,
+)
 from ray.core.generated import autoscaler_pb2
 from ray.experimental import internal_kv
 from ray.train._internal.session import get_session
@@ -81,10 +90,47 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.result import Result
 
+REST_S = 0.25
 DRAIN_REASONS = {
     "preemption": "DRAIN_NODE_REASON_PREEMPTION",
     "idle": "DRAIN_NODE_REASON_IDLE_TERMINATION",
 }
+
+
+class _Resting:
+    """By which a driver listens to errors, or logs. Ray's thread asks again as soon as it is told
+    that there is nothing. While the GCS is away that is at once: it took a core, of those that
+    train where the driver runs."""
+
+    def __init__(self, **where: Any) -> None:
+        super().__init__(**where)
+        self._closed = threading.Event()
+
+    def poll(self, timeout: float | None = None) -> Any:
+        asked_s = time.monotonic()
+        found = super().poll(timeout)  # type: ignore[misc]
+        if time.monotonic() - asked_s < REST_S:
+            content = found[1] if isinstance(found, tuple) else found and found["lines"]
+            if not content:
+                self._closed.wait(REST_S)
+        return found
+
+    def close(self) -> None:
+        self._closed.set()
+        super().close()  # type: ignore[misc]
+
+
+class RestingErrorSubscriber(_Resting, GcsErrorSubscriber):
+    pass
+
+
+class RestingLogSubscriber(_Resting, GcsLogSubscriber):
+    pass
+
+
+# Of every driver that imports this before it connects, whoever connects it.
+ray._raylet.GcsErrorSubscriber = RestingErrorSubscriber
+ray._raylet.GcsLogSubscriber = RestingLogSubscriber
 
 
 def draining_nodes() -> dict[str, float]:
