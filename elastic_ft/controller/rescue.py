@@ -346,7 +346,7 @@ def compose(
             step=step,
             generation=GENERATION,
             nonce=uuid.uuid4().hex,
-            layout=space,
+            layout=str(Layout.of_shard_space(space)),
             created_at_s=time.time(),
             tensors=tensors,
             entries=tuple(entries.values()),

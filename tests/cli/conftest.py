@@ -85,7 +85,7 @@ class Command:
     What it starts has its mark in the environment: it may be nobody's child.
     """
 
-    program: tuple[str, ...] = ("-m", "elastic_ft.cli")
+    program: tuple[str, ...] = ("-m", "elastic_ft")
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder, self._mark = folder, uuid.uuid4().hex
