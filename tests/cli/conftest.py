@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from elastic_ft.observe.run_folder import read_lines
+from tests.cli.alone import Alone
 
 DEADLINE_S = 240.0
 MARK = "ELASTIC_FT_TEST"
@@ -149,6 +150,12 @@ def title_of(process: psutil.Process) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process.pid}/comm").read_text().strip()
     return ""
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Alone]:
+    with Alone() as scripts:
+        yield scripts
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ def test_an_object_that_is_being_written_is_read_again(tmp_path: Path) -> None:
 def test_a_job_that_was_renamed_goes_on_where_it_says_so(url: str) -> None:
     store = open_store(url)
     first = take(store, "run1", "old")
-    with pytest.raises(UsageError, match=r"is of job 'old' .*\(--accept-changes, if it was renamed"):
+    with pytest.raises(UsageError, match=r"is of job 'old' .*\(--accept-changes, if it was"):
         take(store, "run2", "new")
     first.check()
     second = take(store, "run2", "new", renamed=True)
