@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastic_ft.cli import standing
+from elastic_ft.cli import status_words
 from elastic_ft.cli.options import JobFile, Json, LocalNodes, given
 from elastic_ft.cli.progress import clock, say
 from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
@@ -333,7 +333,7 @@ def status_of_job(job: str, service: str | None, as_json: bool) -> int:
     if why := found["why"] or found["reason"]:
         print(why)
     rate = f"{found['rate']:.2f} steps/s" if found["rate"] else ""
-    print(standing.progress(found, rate), *standing.world(found), sep="\n")
+    print(status_words.progress(found, rate), *status_words.world(found), sep="\n")
     for decision in found["decisions"][-10:]:
         print(f"{decision['what']}: {decision['why']}")
     print(f"run folder: {found['run_folder']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from elastic_ft.cli import standing
+from elastic_ft.cli import status_words
 from elastic_ft.cli.options import Json, RunOrJob
 from elastic_ft.cli.run import COMPLETED
 from elastic_ft.cli.service_commands import ServiceUrl, is_job, status_of_job
@@ -49,8 +49,8 @@ def _in_words(found: dict[str, Any]) -> list[str]:
     rate = f"{found['rate']:,.0f} {found['unit']}/s" if found["rate"] else ""
     lines = [f"{found['name']}: {found['state']}"]
     lines += [found["reason"]] if found["reason"] and found["state"] != "running" else []
-    lines.append(f"{standing.progress(found, rate)}; goodput {found['goodput']:.0%}")
-    lines += standing.world(found) if found["members"] else []
+    lines.append(f"{status_words.progress(found, rate)}; goodput {found['goodput']:.0%}")
+    lines += status_words.world(found) if found["members"] else []
     if newest := found["checkpoint"]:
         lines.append(f"newest checkpoint: step {newest['step']}, {newest['url']}")
     return [*lines, f"run folder: {found['run_folder']}"]
