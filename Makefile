@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+	$(BIN)/python -m compileall -qq -j 0 $(CURDIR)/.venv/lib || true
 	@touch $(STAMP)
 
 demo: $(STAMP)

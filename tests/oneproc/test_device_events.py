@@ -32,8 +32,8 @@ for line in iter(sys.stdin.readline, ""):
         thread.join(20)
         print("watched" if thread.is_alive() else "over", flush=True)
         os._exit(0)
-    os.waitpid(pid, 0)
-    print("next", flush=True)
+    if os.waitpid(pid, 0)[1] == 0:
+        print("next", flush=True)
 """
 Watcher = subprocess.Popen[str]
 
@@ -54,6 +54,7 @@ def watcher(driver: Path | None) -> Iterator[Watcher]:
     told = {"FAKE_NVML_UUID": UUID, "PYTHONPATH": str(Path.cwd()), "PYTHONUNBUFFERED": "1"}
     told |= {"LD_LIBRARY_PATH": str(driver)} if driver else {}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes |= {"stderr": subprocess.STDOUT}  # a traceback is a line that nobody expects
     with subprocess.Popen([sys.executable, "-c", WATCH], env=os.environ | told, **pipes) as process:
         yield process
         assert process.stdin is not None
