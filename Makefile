@@ -22,13 +22,15 @@ help:
 
 venv: $(STAMP)
 
-# torch first and alone: what is installed after it can then pull no other build.
+# torch first and alone: what is installed after it can then pull no other build. pip would compile
+# 17,000 files one after the other: they are compiled on all cores. (Some are for other Pythons.)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
 	  sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11-3.13 is needed, found {v[0]}.{v[1]}: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
+	$(BIN)/python -m compileall -qq -j 0 $(CURDIR)/.venv/lib || true
 	@touch $(STAMP)
 
 demo: $(STAMP)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elastic_ft.cli import status_words
 from elastic_ft.cli.options import JobFile, Json, LocalNodes, given
 from elastic_ft.cli.progress import clock, say
 from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
@@ -328,18 +329,11 @@ def status_of_job(job: str, service: str | None, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found, indent=2))
         return COMPLETED
-    workers = found["workers"]
     print(f"{found['id']}: {found['state']}; queue {found['queue']}, priority {found['priority']}")
     if why := found["why"] or found["reason"]:
         print(why)
-    steps = f"/{found['steps']}" if found["steps"] else ""
-    rate = f", {found['rate']:.2f} steps/s" if found["rate"] else ""
-    eta = f", ETA {clock(found['eta_s'])}" if found["eta_s"] is not None else ""
-    print(f"step {found['step']}{steps}{rate}{eta}")
-    laid_out = f"; {found['layout']}" if found["layout"] else ""
-    print(f"{counted(workers['now'], 'worker')} of {workers['min']} to {workers['max']}{laid_out}")
-    for member in found["members"]:
-        print(f"  rank {member['rank']}  {member['worker']}  {member['host']}  pid {member['pid']}")
+    rate = f"{found['rate']:.2f} steps/s" if found["rate"] else ""
+    print(status_words.progress(found, rate), *status_words.world(found), sep="\n")
     for decision in found["decisions"][-10:]:
         print(f"{decision['what']}: {decision['why']}")
     print(f"run folder: {found['run_folder']}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from elastic_ft.cli import status_words
 from elastic_ft.cli.options import Json, RunOrJob
-from elastic_ft.cli.progress import clock
 from elastic_ft.cli.run import COMPLETED
 from elastic_ft.cli.service_commands import ServiceUrl, is_job, status_of_job
-from elastic_ft.observe.wording import counted
 
 SHOWN = ("name", "state", "reason", "step", "steps", "loss", "rate", "unit", "eta_s", "goodput")
 
@@ -47,25 +46,11 @@ def _standing(run_folder: str) -> dict[str, Any]:
 
 
 def _in_words(found: dict[str, Any]) -> list[str]:
-    workers, steps = found["workers"], f"/{found['steps']}" if found["steps"] else ""
-    loss = f", loss {found['loss']:.4f}" if found["loss"] is not None else ""
-    rate = f", {found['rate']:,.0f} {found['unit']}/s" if found["rate"] else ""
-    eta = f", ETA {clock(found['eta_s'])}" if found["eta_s"] is not None else ""
+    rate = f"{found['rate']:,.0f} {found['unit']}/s" if found["rate"] else ""
     lines = [f"{found['name']}: {found['state']}"]
     lines += [found["reason"]] if found["reason"] and found["state"] != "running" else []
-    lines.append(f"step {found['step']}{steps}{loss}{rate}{eta}; goodput {found['goodput']:.0%}")
-    if members := found["members"]:
-        bounds = f" of {workers['min']} to {workers['max']}" if workers["max"] else ""
-        laid_out = f"; {found['layout']}" if found["layout"] else ""
-        lines.append(f"{counted(workers['now'], 'worker')}{bounds}{laid_out}")
-        lines += [_who(member) for member in members]
+    lines.append(f"{status_words.progress(found, rate)}; goodput {found['goodput']:.0%}")
+    lines += status_words.world(found) if found["members"] else []
     if newest := found["checkpoint"]:
         lines.append(f"newest checkpoint: step {newest['step']}, {newest['url']}")
     return [*lines, f"run folder: {found['run_folder']}"]
-
-
-def _who(one: dict[str, Any]) -> str:
-    """A member; or who waits to be one, of whose process the journal says nothing yet."""
-    if one["rank"] is None:
-        return f"  {one['worker']} on {one['node']}: {one['state']}"
-    return f"  rank {one['rank']}  {one['worker']}  {one['host']}  pid {one['pid']}"

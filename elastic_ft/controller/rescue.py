@@ -334,6 +334,7 @@ def compose(
     }
     for cut, since in candidates(records, recorded, computed_by or {}, newest):
         step, _, space = cut
+        recorded_at = records[cut].get(step)
         entries: dict[Any, ShardEntry] = {}
         tensors: dict[str, TensorSpec] = {}
         for part in cuts[cut]:
@@ -346,7 +347,7 @@ def compose(
             step=step,
             generation=GENERATION,
             nonce=uuid.uuid4().hex,
-            layout=space,
+            layout=recorded_at.layout if recorded_at else str(Layout.of_shard_space(space)),
             created_at_s=time.time(),
             tensors=tensors,
             entries=tuple(entries.values()),

@@ -306,8 +306,8 @@ def _refuse_other(store: Store, owner: Owner | None, job: str) -> None:
         name, where = owner.job, f" (its run folder: {owner.run_folder})"
     if name is not None and name != job:
         raise UsageError(
-            f"{store.url} is job {name!r}'s{where}, not {job!r}'s: each job needs a run folder and "
-            "a checkpoint.url of its own (--accept-changes, if it was renamed)"
+            f"{store.url} is of job {name!r}{where}, not of {job!r}: each job needs a run folder "
+            "and a checkpoint.url of its own (--accept-changes, if it was renamed)"
         )
 
 

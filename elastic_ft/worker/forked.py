@@ -31,7 +31,9 @@ def imported_for_all() -> Iterator[None]:
 
 
 def draw_apart() -> None:
-    """From numpy's global generator, which would draw the same in all of them; Python's own begins
-    anew in each, and torch's is the same in any process."""
+    """From numpy's and torch's global generators, which would draw the same in all of them;
+    Python's own begins anew in each."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from elastic_ft.observe.run_folder import read_lines
+from tests.cli.alone import Alone
 
 DEADLINE_S = 240.0
 MARK = "ELASTIC_FT_TEST"
@@ -85,7 +86,7 @@ class Command:
     What it starts has its mark in the environment: it may be nobody's child.
     """
 
-    program: tuple[str, ...] = ("-m", "elastic_ft.cli")
+    program: tuple[str, ...] = ("-m", "elastic_ft")
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder, self._mark = folder, uuid.uuid4().hex
@@ -149,6 +150,12 @@ def title_of(process: psutil.Process) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process.pid}/comm").read_text().strip()
     return ""
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Alone]:
+    with Alone() as scripts:
+        yield scripts
 
 
 @pytest.fixture

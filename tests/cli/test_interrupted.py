@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from elastic_ft.observe.run_reader import RunReader
+from tests.cli.alone import Alone
 
 SCRIPT = Path(__file__).with_name("own_interrupted.py")
-DEADLINE_S = 120.0
+Interrupted = Callable[[str], tuple[int, list[str]]]
 
 
-def interrupted(folder: Path, what: str) -> tuple[int, list[str]]:
-    path = os.pathsep.join((str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, str(SCRIPT), what]
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, timeout=DEADLINE_S, capture_output=True, text=True
-    )
-    return done.returncode, [*done.stdout.splitlines(), *done.stderr.splitlines()]
+@pytest.fixture
+def interrupted(alone: Alone, folder: Path) -> Interrupted:
+    def run(what: str) -> tuple[int, list[str]]:
+        code, out, err = alone(folder, SCRIPT, what)
+        return code, [*out, *err]
+
+    return run
 
 
 @pytest.mark.parametrize(("what", "last"), [("step", 3), ("attempt", 2)])
-def test_the_next_cell_goes_on(folder: Path, what: str, last: int) -> None:
+def test_the_next_cell_goes_on(
+    interrupted: Interrupted, folder: Path, what: str, last: int
+) -> None:
     """In a step's function it comes after the step; a block is left, and its step made again."""
-    code, said = interrupted(folder, what)
+    code, said = interrupted(what)
     assert code == 0, said
     assert f"left, the last step made is {last}" in said and "weight 6.0" in said
     run = RunReader(folder / "runs/own_interrupted")
@@ -37,26 +37,30 @@ def test_the_next_cell_goes_on(folder: Path, what: str, last: int) -> None:
 
 
 def test_a_block_that_is_left_once_its_optimizer_has_stepped_is_not_made_again(
-    folder: Path,
+    interrupted: Interrupted,
 ) -> None:
     """Nobody else has the state of before: the next cell is told so, and trains nothing else."""
-    code, said = interrupted(folder, "late")
+    code, said = interrupted("late")
     assert code != 0 and "left, the last step made is 2" in said
     assert "JobFailed: no state is held and no checkpoint is good" in said[-1]
 
 
-def test_a_script_that_is_interrupted_is_stopped_with_a_checkpoint(folder: Path) -> None:
+def test_a_script_that_is_interrupted_is_stopped_with_a_checkpoint(
+    interrupted: Interrupted, folder: Path
+) -> None:
     """It waited for five minutes, and ended as failed."""
-    code, said = interrupted(folder, "script")
+    code, said = interrupted("script")
     assert code != 0 and said[-1].endswith("KeyboardInterrupt"), said
     result = RunReader(folder / "runs/own_interrupted").result()
     assert (result["status"], result["steps"]) == ("stopped", 3)
     assert [one["step"] for one in result["checkpoints"]] == [3]
 
 
-def test_a_second_interrupt_ends_a_script_whose_controller_does_not_answer(folder: Path) -> None:
+def test_a_second_interrupt_ends_a_script_whose_controller_does_not_answer(
+    interrupted: Interrupted,
+) -> None:
     """It ended by SIGABRT, its interpreter among threads that hung."""
-    code, said = interrupted(folder, "stuck")
+    code, said = interrupted("stuck")
     assert code == 130, said
     assert said[-1].startswith("elastic_ft: interrupted again: ended at once"), said
 
@@ -66,10 +70,10 @@ def test_a_second_interrupt_ends_a_script_whose_controller_does_not_answer(folde
     [("stands", "its controller stands still"), ("closes", "its controller does not end")],
 )
 def test_a_script_does_not_wait_for_ever_for_a_controller_that_hangs(
-    folder: Path, what: str, why: str
+    interrupted: Interrupted, what: str, why: str
 ) -> None:
     """An hour and more, where its run folder's mount hangs; or it ended as if all were well."""
-    code, said = interrupted(folder, what)
+    code, said = interrupted(what)
     assert code == 1, said
     assert said[-1].startswith(f"elastic_ft: {why}"), said
     assert "goes on from the newest checkpoint of " in said[-1]

@@ -22,6 +22,7 @@ from elastic_ft.cli.run import How
 from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.observe.run_reader import RunReader
+from tests.cli.alone import Alone
 from tests.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -51,7 +52,7 @@ def test_the_own_loop_example_survives_a_worker(start: Callable[..., Any], folde
 
 
 def test_the_gan_example_comes_to_the_same_without_a_worker(
-    start: Callable[..., Any], folder: Path
+    start: Callable[..., Any], alone: Alone, folder: Path
 ) -> None:
     """Two optimizers, and uneven numbers of micro-batches, first two, one and one; the average of
     weights shows that every step was made once."""
@@ -61,13 +62,13 @@ def test_the_gan_example_comes_to_the_same_without_a_worker(
     assert (code, err) == (COMPLETED, ""), out
     found = RunReader(folder / "runs/own-gan")
     assert "worker_lost" in [line["event"] for line in found.events()]
-    alone = folder / "alone"
-    alone.mkdir()
-    run_alone(EXAMPLES / "own_gan.py", alone)
+    (folder / "alone").mkdir()
+    code, out, err = alone(folder / "alone", EXAMPLES / "own_gan.py")
+    assert code == 0, (out, err)
     for name in ("loss", "average"):
         seen, wanted = (
             [line[name] if name in line else line["logged"][name] for line in run.steps()]
-            for run in (found, RunReader(alone / "runs/own-gan"))
+            for run in (found, RunReader(folder / "alone/runs/own-gan"))
         )
         assert len(seen) == 40
         assert seen == pytest.approx(wanted, rel=1e-5)
@@ -265,20 +266,9 @@ def test_processes_of_torchrun_do_not_train_apart(monkeypatch: pytest.MonkeyPatc
         elastic_ft.init(steps=1)
 
 
-def run_alone(script: Path, folder: Path) -> list[str]:
-    """What it prints."""
-    path = os.pathsep.join((str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")))
-    environment = os.environ | {"PYTHONPATH": path}
-    command = [sys.executable, str(script)]
-    pipe = subprocess.PIPE
-    done = subprocess.run(
-        command, cwd=folder, env=environment, check=True, timeout=240, stdout=pipe, text=True
-    )
-    return done.stdout.splitlines()
-
-
-def test_mistakes_are_a_line_each(folder: Path) -> None:
-    said = run_alone(Path(__file__).with_name("own_mistakes.py"), folder)
+def test_mistakes_are_a_line_each(alone: Alone, folder: Path) -> None:
+    code, said, err = alone(folder, Path(__file__).with_name("own_mistakes.py"))
+    assert code == 0, err
     assert [line.partition(":")[0] for line in said] == [
         "ctx.prepare",
         "batch.micro_batch_size",
@@ -311,7 +301,10 @@ def test_mistakes_are_a_line_each(folder: Path) -> None:
 
 
 def test_a_script_alone_is_a_world_of_one(folder: Path) -> None:
-    run_alone(EXAMPLES / "own_loop.py", folder)
+    path = os.pathsep.join((str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, str(EXAMPLES / "own_loop.py")]
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=240)
     run = RunReader(folder / "runs/own-loop")
     assert run.result()["status"] == "completed"
     assert [line["step"] for line in run.steps()] == [*range(1, 61)]

@@ -3,8 +3,9 @@
     python tests/mutants [--jobs 2] [--only NAME ...] [--core-alone] [--check]
 
 Each mutant of core.toml and blinded.toml is applied to a copy of the tree, and the tests run there
-until the first fails, those that know most of the mutated file first. Survivors, and mutants whose
-line is no longer there, end in exit code 1. ``--check`` only looks whether each still applies;
+until the first fails, those that know most of the mutated file first. Survivors, mutants whose line
+is no longer there, and those whose tests did not end in time, which says nothing of them, end in
+exit code 1. ``--check`` only looks whether each still applies;
 ``--core-alone`` leaves the simulator's tests out: it takes seconds a mutant, and more survive.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_ft"
 COPIED = (PACKAGE, "benchmarks", "docs", "tests/core", "tests/sim")
-TIMEOUT_S = 900  # for all tests of one mutant: a broken core may loop
+TIMEOUT_S = 900  # for all tests of one mutant; one that loops is ended, and fails, before
 # Nothing mutated is used there, or they measure time.
 LEFT_OUT = (
     "test_sharding.py",
@@ -83,6 +84,7 @@ class Verdict:
     mutant: Mutant
     killer: str  # the test that noticed; empty: nobody did
     seconds: float
+    ended: bool = True  # all tests were run, or one noticed
 
 
 def mutants() -> list[Mutant]:
@@ -137,7 +139,7 @@ def try_one(mutant: Mutant, base: Path, core_alone: bool) -> Verdict:
         try:
             done = run_tests(root, *tests_for(mutant, root, core_alone))
         except subprocess.TimeoutExpired:
-            return Verdict(mutant, "tests that never ended", time.monotonic() - began_s)
+            return Verdict(mutant, "", time.monotonic() - began_s, ended=False)
     if done.returncode not in (0, 1, 2):
         raise RuntimeError(f"{mutant.name}: pytest ended {done.returncode}:\n{done.stdout}")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -151,6 +153,7 @@ def try_one(mutant: Mutant, base: Path, core_alone: bool) -> Verdict:
 
 def show(verdict: Verdict) -> None:
     how = f"killed by {verdict.killer}" if verdict.killer else f"SURVIVED: {verdict.mutant.breaks}"
+    how = how if verdict.ended else f"UNDECIDED: its tests were not through after {TIMEOUT_S} s"
     print(f"{verdict.mutant.name}: {how} ({verdict.seconds:.0f} s)", flush=True)
 
 
@@ -186,7 +189,11 @@ def main() -> int:
                 verdicts.append(done.result())
                 show(verdicts[-1])
     alive = [verdict.mutant.name for verdict in verdicts if not verdict.killer]
-    print(f"{len(verdicts) - len(alive)} of {len(verdicts)} killed; survivors: {alive or 'none'}")
+    undecided = sum(not verdict.ended for verdict in verdicts)
+    print(
+        f"{len(verdicts) - len(alive)} of {len(verdicts)} killed, {undecided} undecided; "
+        f"not killed: {alive or 'none'}"
+    )
     return 1 if alive else 0
 
 

@@ -168,7 +168,7 @@ def test_two_jobs_with_one_checkpoint_url_are_refused(tmp_path: Path) -> None:
         first.run()
     other = JOB.model_copy(update={"name": "other"})
     second = Controller(other, Unstartable({"n0": 1}), RunFolder(f"{tmp_path}/two"), url)
-    with pytest.raises(UsageError, match=r"checkpoints is job 'job''s .*, not 'other''s"):
+    with pytest.raises(UsageError, match=r"checkpoints is of job 'job' .*, not of 'other'"):
         second.run()
     first._publisher.claim.check()
 
@@ -344,7 +344,7 @@ def test_a_job_that_is_refused_writes_nothing_into_the_others_folder(tmp_path: P
     refused = Controller(
         JOB, Unstartable({"n0": 1}), RunFolder(folder.url), f"{tmp_path}/checkpoints"
     )
-    with pytest.raises(UsageError, match="is job 'other''s"):
+    with pytest.raises(UsageError, match="is of job 'other'"):
         refused.run()
     assert before == {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     folder.close()

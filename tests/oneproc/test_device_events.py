@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +17,25 @@ import pytest
 HERE = Path(__file__).parent
 UUID = "GPU-9f1c"
 XID, DOUBLE_BIT = 8, 2  # nvmlEventTypeXidCriticalError, nvmlEventTypeDoubleBitEccError
+# One process imports torch, and for each line that it reads a fork of it watches a GPU.
 WATCH = """
-import logging, sys
-logging.basicConfig(format="%(message)s")
+import json, logging, os, sys
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
 from elastic_ft.worker import device_events
 device_events.WAIT_MS = 50
-thread = device_events.DeviceEvents(sys.argv[1], print)
-thread.start()
-thread.join(20)
-print("watched" if thread.is_alive() else "over")
+for line in iter(sys.stdin.readline, ""):
+    if (pid := os.fork()) == 0:
+        uuid, events = json.loads(line)
+        os.environ["FAKE_NVML_EVENTS"] = events
+        thread = device_events.DeviceEvents(uuid, print)
+        thread.start()
+        thread.join(20)
+        print("watched" if thread.is_alive() else "over", flush=True)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1] == 0:
+        print("next", flush=True)
 """
+Watcher = subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +48,37 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def watched(driver: Path | None, events: Path, uuid: str, *lines: str) -> Any:
-    """A process that watches ``uuid`` while ``lines`` come from the driver."""
-    told = {"FAKE_NVML_EVENTS": str(events), "FAKE_NVML_UUID": UUID}
+@contextlib.contextmanager
+def watcher(driver: Path | None) -> Iterator[Watcher]:
+    """A process that watches, again and again, what it finds as the driver's library."""
+    told = {"FAKE_NVML_UUID": UUID, "PYTHONPATH": str(Path.cwd()), "PYTHONUNBUFFERED": "1"}
     told |= {"LD_LIBRARY_PATH": str(driver)} if driver else {}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes |= {"stderr": subprocess.STDOUT}  # a traceback is a line that nobody expects
+    with subprocess.Popen([sys.executable, "-c", WATCH], env=os.environ | told, **pipes) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(20) == 0
+
+
+@pytest.fixture(scope="module")
+def driven(driver: Path) -> Iterator[Watcher]:
+    with watcher(driver) as process:
+        yield process
+
+
+def watched(process: Watcher, events: Path, uuid: str, *lines: str) -> list[str]:
+    """What is said, on stdout and in the log, while ``lines`` come from the driver of ``uuid``."""
+    assert process.stdin is not None and process.stdout is not None
     os.mkfifo(events)
     reader = os.open(events, os.O_RDWR)
     try:
         os.write(reader, "".join(f"{line}\n" for line in lines).encode())
-        return subprocess.run(
-            [sys.executable, "-c", WATCH, uuid],
-            env=os.environ | told | {"PYTHONPATH": str(Path.cwd())},
-            capture_output=True,
-            text=True,
-            timeout=280,  # it imports torch
-            check=True,
-        )
+        process.stdin.write(json.dumps([uuid, str(events)]) + "\n")
+        process.stdin.flush()
+        until_next = itertools.takewhile(lambda line: line != "next\n", process.stdout)
+        return [line.rstrip("\n") for line in until_next]
     finally:
         os.close(reader)
 
@@ -66,19 +94,19 @@ def watched(driver: Path | None, events: Path, uuid: str, *lines: str) -> Any:
     ids=str,
 )
 def test_a_gpu_that_can_be_used_no_more_is_told_of(
-    driver: Path, tmp_path: Path, lines: list[str], said: str
+    driven: Watcher, tmp_path: Path, lines: list[str], said: str
 ) -> None:
     """Of errors that a program makes, or that hit one process alone, only the log tells."""
-    found = watched(driver, tmp_path / "events", UUID, *lines)
-    first, last = found.stdout.splitlines()
+    *noted, first, last = watched(driven, tmp_path / "events", UUID, *lines)
     assert first.startswith(f"{UUID}: {said}") and last == "over"
-    noted = [f"{UUID}: Xid {line.split()[1]}" for line in lines[:-1]]
-    assert found.stderr.splitlines() == noted
+    assert noted == [f"{UUID}: Xid {line.split()[1]}" for line in lines[:-1]]
 
 
-def test_a_gpu_that_can_not_be_watched_is_a_line_in_the_log(driver: Path, tmp_path: Path) -> None:
-    other = watched(driver, tmp_path / "other", "GPU-0000")
-    assert other.stdout.splitlines() == ["over"]
-    assert "GPU-0000 is not watched for errors of its own: NVML: Not Found" in other.stderr
-    none = watched(None, tmp_path / "none", UUID)
-    assert none.stdout.splitlines() == ["over"] and "is not watched" in none.stderr
+def test_a_gpu_that_can_not_be_watched_is_a_line_in_the_log(
+    driven: Watcher, tmp_path: Path
+) -> None:
+    line, last = watched(driven, tmp_path / "other", "GPU-0000")
+    assert "GPU-0000 is not watched for errors of its own: NVML: Not Found" in line
+    with watcher(None) as without:
+        line, also_last = watched(without, tmp_path / "none", UUID)
+    assert "is not watched" in line and last == also_last == "over"

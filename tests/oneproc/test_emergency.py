@@ -109,6 +109,7 @@ def test_what_the_controller_had_not_recorded_comes_with_the_shards(store: Store
     save(store, n0=held[0], n1=held[1])
     saved = found(store, recorded=2)
     assert saved is not None and saved.manifest.step == 7
+    assert saved.manifest.layout == "fsdp2", "as `checkpoint ls` says it of any other"
     assert [line.step for line in saved.record] == [3, 4, 5, 6, 7]
     assert saved.record[0] == RecordStep(3, 1, 2, "fsdp2", {"loss": 1 / 3})
     assert found(store, recorded=1) is None

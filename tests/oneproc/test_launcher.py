@@ -79,7 +79,6 @@ def host(nobody: tuple[str, int]) -> Iterator[Waiting]:
     made = Waiting(nobody)
     yield made
     made.close()
-    stop_warm()
 
 
 def test_who_is_killed_is_told_of_with_the_signal_and_replaced(host: Waiting) -> None:

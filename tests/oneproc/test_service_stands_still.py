@@ -21,10 +21,23 @@ from tests.waiting import until
 QUICK = "const slow = AbortSignal.timeout; AbortSignal.timeout = (ms) => slow(ms / 20);"
 
 
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedApart]:
-    served = ServedApart(tmp_path / "F")
+@pytest.fixture(autouse=True)
+def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(service_client.VARIABLE, raising=False)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedApart]:
+    served = ServedApart(tmp_path / "F")
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApart]:
+    """One that stands still all the while."""
+    served = ServedApart(tmp_path_factory.mktemp("standing") / "F")
+    served.stand_still()
     yield served
     served.close()
 
@@ -73,7 +86,7 @@ def test_a_submission_that_met_silence_is_asked_for_again_and_done_once(
     ],
 )
 def test_a_command_says_in_time_that_the_service_stands_still(
-    served: ServedApart,
+    standing: ServedApart,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -83,26 +96,24 @@ def test_a_command_says_in_time_that_the_service_stands_still(
     Path("job.yaml").write_text("name: a\n")
     for name, value in (("TIMEOUT_S", 0.5), ("SLOW_S", 0.05), ("AWAY_S", 0.1)):
         monkeypatch.setattr(service_client, name, value)
-    served.stand_still()
-    assert run_command([*command, "--service", served.url]) == FAILED
+    assert run_command([*command, "--service", standing.url]) == FAILED
     *waiting, failed = capfd.readouterr().err.splitlines()
-    assert waiting == [f"waiting for an answer of the service at {served.url}"]
-    silent = f"elastic-ft: who listens at {served.url} does not answer: it may stand still"
+    assert waiting == [f"waiting for an answer of the service at {standing.url}"]
+    silent = f"elastic-ft: who listens at {standing.url} does not answer: it may stand still"
     assert failed.startswith(silent)
 
 
 def test_no_second_service_is_started_where_one_stands_still(
-    served: ServedApart,
+    standing: ServedApart,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(service_client, "TIMEOUT_S", 0.5)
-    port = served.url.rpartition(":")[2]
-    served.stand_still()
+    port = standing.url.rpartition(":")[2]
     words = ["service", "start", "--local-nodes", "1", "--folder", str(tmp_path / "G")]
     assert run_command([*words, "--port", port]) == FAILED
-    assert f"who listens at {served.url} does not answer" in capfd.readouterr().err
+    assert f"who listens at {standing.url} does not answer" in capfd.readouterr().err
     assert not (tmp_path / "G").exists()
 
 

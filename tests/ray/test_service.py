@@ -144,7 +144,7 @@ def test_an_urgent_job_shrinks_another_and_the_service_may_die(desk: Desk) -> No
     desk.until(urgent, "it trains on", lambda j: j["step"] > step, SOON_S)
 
     assert urgent in desk.run("jobs")
-    assert "rank 0" in desk.run("status", urgent)
+    assert "rank 0" in (told := desk.run("status", urgent)) and ", loss " in told
     assert "generation 1" in desk.run("events", urgent)
     assert "no job nosuch" in desk.run("status", "nosuch", code=2)
     assert "2 of 2 slots used" in desk.run("service", "status")

@@ -81,7 +81,7 @@ def test_another_job_is_refused_and_changes_nothing(url: str) -> None:
     first = take(store, "run1")
     before = store.list()
     for refused in (lambda: take(store, "run2", "other"), lambda: owners.check_job(store, "other")):
-        with pytest.raises(UsageError, match=r"is job 'job''s .*, not 'other''s") as told:
+        with pytest.raises(UsageError, match=r"is of job 'job' .*, not of 'other'") as told:
             refused()
         assert "\n" not in str(told.value)
     assert store.list() == before
@@ -92,7 +92,7 @@ def test_another_jobs_checkpoints_are_refused_where_nobody_signed(tmp_path: Path
     """As a version without owners left them."""
     store = open_store(str(tmp_path))
     save(store, 10)
-    with pytest.raises(UsageError, match="is job 'job''s, not 'other''s"):
+    with pytest.raises(UsageError, match="is of job 'job', not of 'other'"):
         take(store, "run1", "other")
     assert take(store, "run1").checkpoints()[0].step == 10
 
@@ -201,14 +201,14 @@ def test_an_object_that_is_being_written_is_read_again(tmp_path: Path) -> None:
 def test_a_job_that_was_renamed_goes_on_where_it_says_so(url: str) -> None:
     store = open_store(url)
     first = take(store, "run1", "old")
-    with pytest.raises(UsageError, match=r"is job 'old''s .*\(--accept-changes, if it was renamed"):
+    with pytest.raises(UsageError, match=r"is of job 'old' .*\(--accept-changes, if it was"):
         take(store, "run2", "new")
     first.check()
     second = take(store, "run2", "new", renamed=True)
     assert (second.renamed_from, second.unended) == ("old", ("run1",))
     with pytest.raises(Superseded):
         first.check()
-    with pytest.raises(UsageError, match="is job 'new''s"):
+    with pytest.raises(UsageError, match="is of job 'new'"):
         take(store, "run3", "old")
     assert take(store, "run3", "new").renamed_from == ""
 
@@ -216,7 +216,7 @@ def test_a_job_that_was_renamed_goes_on_where_it_says_so(url: str) -> None:
 def test_checkpoints_without_an_owner_may_be_of_a_renamed_job(url: str) -> None:
     store = open_store(url)
     save(store, 1)
-    with pytest.raises(UsageError, match="is job 'job''s"):
+    with pytest.raises(UsageError, match="is of job 'job'"):
         take(store, "run1", "new")
     assert take(store, "run1", "new", renamed=True).renamed_from == "job"
 

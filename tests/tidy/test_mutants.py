@@ -53,3 +53,11 @@ def test_what_the_tests_read_is_copied_for_them() -> None:
     ]
     read = {name for text in texts for name in re.findall(r'(?:\]|ROOT) / "(\w+)"', text)}
     assert "docs" in read & folders <= set(copied)
+
+
+def test_who_runs_out_of_time_has_killed_nobody() -> None:
+    """A busy machine's mutants passed for killed by "tests that never ended"."""
+    of = runpy.run_path(str(ROOT / "tests" / "mutants" / "__main__.py"))
+    of["try_one"].__globals__["TIMEOUT_S"] = 0.001
+    verdict = of["try_one"](of["mutants"]()[0], ROOT, True)
+    assert (verdict.killer, verdict.ended) == ("", False)
