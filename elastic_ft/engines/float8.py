@@ -95,6 +95,7 @@ def _multiple(job: Job) -> int:
 def _is_converted(part: nn.Module, name: str, multiple: int) -> bool:
     return (
         isinstance(part, nn.Linear)
+        and type(part).forward is nn.Linear.forward  # which is what torchao puts another one for
         and not _makes_logits(name)
         and part.in_features % multiple == 0
         and part.out_features % multiple == 0

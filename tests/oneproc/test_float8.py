@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_ft.config import ModelConfig
 from elastic_ft.engines.float8 import converting
 from elastic_ft.errors import ConfigError
+from elastic_ft.models.build import build_model
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from tests.oneproc.alone import attached, job_of, run_step
 
@@ -69,6 +71,21 @@ def test_ranks_that_share_a_layer_have_sizes_that_kernels_take() -> None:
         converting(
             job_of(precision=TENSORWISE, parallel={"tp": 4}), torch.device("cpu"), decoder, 16
         )()
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    """Phi-MoE's routers are such linear layers, of 16 experts: the first step failed."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    sizes |= {"intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 16}
+    config = ModelConfig(transformers={"model_type": "phimoe", **sizes})
+
+    def phimoe() -> nn.Module:
+        return build_model(config, vocab_size=None, sequence_length=None)
+
+    model = converting(job_of(precision=TENSORWISE), torch.device("cpu"), phimoe, 16)()
+    found = {n for n, part in model.named_modules() if type(part).__name__ == "Float8Linear"}
+    assert found == {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+    assert model(TOKENS[:, :16]).logits.isfinite().all()
 
 
 def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
