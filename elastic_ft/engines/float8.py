@@ -26,7 +26,8 @@ CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
 def check_float8(job: Job, model: nn.Module) -> None:
-    """Raises ConfigError where the model or this installation has nothing to compute by float8."""
+    """Raises ConfigError where the model, converted or not yet, or this installation has nothing to
+    compute by float8."""
     if job.precision.fp8 is None:
         return
     if importlib.util.find_spec("torchao") is None:
@@ -34,7 +35,9 @@ def check_float8(job: Job, model: nn.Module) -> None:
     if isinstance(model, MixtureDecoder):
         raise ConfigError("precision.fp8: not with a mixture of experts (model.preset)")
     multiple = _multiple(job)
-    if not any(_is_converted(part, name, multiple) for name, part in model.named_modules()):
+    parts = dict(model.named_modules())
+    is_converted = any(type(part).__module__.startswith("torchao.") for part in parts.values())
+    if not is_converted and not any(_is_wanted(parts[n], n, multiple) for n in parts):
         each = f" ({MULTIPLE} for each of parallel.{OF_LAYERS})" if _ranks(job) > 1 else ""
         raise ConfigError(
             f"precision.fp8: no linear layer of {type(model).__name__} has sizes in multiples of "
@@ -74,7 +77,7 @@ def converting(
             emulate=device.type == "cpu",
             pad_inner_dim=tokens % MULTIPLE != 0,
         )
-        wanted = partial(_is_converted, multiple=_multiple(job))
+        wanted = partial(_is_wanted, multiple=_multiple(job))
         convert_to_float8_training(model, module_filter_fn=wanted, config=config)
         return model
 
@@ -92,14 +95,22 @@ def _multiple(job: Job) -> int:
     return MULTIPLE * _ranks(job)
 
 
-def _is_converted(part: nn.Module, name: str, multiple: int) -> bool:
+def _is_wanted(part: nn.Module, name: str, multiple: int) -> bool:
     return (
         isinstance(part, nn.Linear)
         and type(part).forward is nn.Linear.forward  # which is what torchao puts another one for
         and not _makes_logits(name)
+        and not _routes(name)
         and part.in_features % multiple == 0
         and part.out_features % multiple == 0
     )
+
+
+def _routes(name: str) -> bool:
+    """Whether it says which experts a token goes to, as some of transformers' have a layer in their
+    router for."""
+    *path, last = name.split(".")
+    return last == "router" or not {"router", "gate"}.isdisjoint(path)
 
 
 def _makes_logits(name: str) -> bool:

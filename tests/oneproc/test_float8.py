@@ -73,16 +73,24 @@ def test_ranks_that_share_a_layer_have_sizes_that_kernels_take() -> None:
         )()
 
 
-def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
-    """Phi-MoE's routers are such linear layers, of 16 experts: the first step failed."""
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        {"model_type": "phimoe", "num_local_experts": 16},
+        {"model_type": "hunyuan_v1_moe", "num_experts": 16, "moe_topk": 2, "head_dim": 16},
+    ],
+    ids=lambda mixture: str(mixture["model_type"]),
+)
+def test_routers_choose_as_without_it(mixture: dict[str, Any]) -> None:
+    """Phi-MoE's are linear layers that do more, which was lost: the first step failed."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
-    sizes |= {"intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 16}
-    config = ModelConfig(transformers={"model_type": "phimoe", **sizes})
+    sizes |= {"intermediate_size": 24, "num_key_value_heads": 2}
+    config = ModelConfig(transformers=sizes | mixture)
 
-    def phimoe() -> nn.Module:
+    def made() -> nn.Module:
         return build_model(config, vocab_size=None, sequence_length=None)
 
-    model = converting(job_of(precision=TENSORWISE), torch.device("cpu"), phimoe, 16)()
+    model = converting(job_of(precision=TENSORWISE), torch.device("cpu"), made, 16)()
     found = {n for n, part in model.named_modules() if type(part).__name__ == "Float8Linear"}
     assert found == {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
     assert model(TOKENS[:, :16]).logits.isfinite().all()
