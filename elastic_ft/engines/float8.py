@@ -8,7 +8,7 @@ to keep. What has no kernel for it, the CPU, computes what one would by rounding
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -37,11 +37,12 @@ def check_float8(job: Job, model: nn.Module) -> None:
     multiple = _multiple(job)
     parts = dict(model.named_modules())
     is_converted = any(type(part).__module__.startswith("torchao.") for part in parts.values())
-    if not is_converted and not any(_is_wanted(parts[n], n, multiple) for n in parts):
+    mixtures = _mixtures(model)
+    if not is_converted and not any(_is_wanted(parts[n], n, multiple, mixtures) for n in parts):
         each = f" ({MULTIPLE} for each of parallel.{OF_LAYERS})" if _ranks(job) > 1 else ""
         raise ConfigError(
-            f"precision.fp8: no linear layer of {type(model).__name__} has sizes in multiples of "
-            f"{multiple}{each}"
+            f"precision.fp8: no linear layer of {type(model).__name__} has torch's own forward and "
+            f"sizes in multiples of {multiple}{each}"
         )
 
 
@@ -77,7 +78,7 @@ def converting(
             emulate=device.type == "cpu",
             pad_inner_dim=tokens % MULTIPLE != 0,
         )
-        wanted = partial(_is_wanted, multiple=_multiple(job))
+        wanted = partial(_is_wanted, multiple=_multiple(job), mixtures=_mixtures(model))
         convert_to_float8_training(model, module_filter_fn=wanted, config=config)
         return model
 
@@ -95,22 +96,31 @@ def _multiple(job: Job) -> int:
     return MULTIPLE * _ranks(job)
 
 
-def _is_wanted(part: nn.Module, name: str, multiple: int) -> bool:
+def _is_wanted(part: nn.Module, name: str, multiple: int, mixtures: Collection[str]) -> bool:
     return (
         isinstance(part, nn.Linear)
         and type(part).forward is nn.Linear.forward  # which is what torchao puts another one for
         and not _makes_logits(name)
-        and not _routes(name)
+        and not _is_of_mixture(name, mixtures)
         and part.in_features % multiple == 0
         and part.out_features % multiple == 0
     )
 
 
-def _routes(name: str) -> bool:
-    """Whether it says which experts a token goes to, as some of transformers' have a layer in their
-    router for."""
-    *path, last = name.split(".")
-    return last == "router" or not {"router", "gate"}.isdisjoint(path)
+def _mixtures(model: nn.Module) -> Collection[str]:
+    """Names of what holds experts, beside which some of transformers' have a layer that says which
+    of them a token goes to."""
+    found = (name.rpartition(".") for name, _ in model.named_modules())
+    return {parent for parent, _, last in found if last == "experts"}
+
+
+def _is_of_mixture(name: str, mixtures: Collection[str]) -> bool:
+    """Whether it is an expert's, or a router's."""
+    path = name.split(".")
+    for depth, part in enumerate(path):
+        if part in ("experts", "router", "gate") and ".".join(path[:depth]) in mixtures:
+            return True
+    return False
 
 
 def _makes_logits(name: str) -> bool:

@@ -54,7 +54,8 @@ def test_layers_are_converted_and_the_state_is_as_without(kind: str) -> None:
 def test_a_model_without_such_layers_is_refused() -> None:
     with (
         pytest.raises(
-            ConfigError, match=r"precision\.fp8: no linear layer of Decoder has sizes in"
+            ConfigError,
+            match=r"precision\.fp8: no linear layer of Decoder has torch.s own forward and sizes in",
         ),
         attached(job_of(precision=TENSORWISE), lambda: decoder(20)),
     ):
