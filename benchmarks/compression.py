@@ -1,6 +1,7 @@
 """Loss curves and bytes a step of each way to send or compute less, beside fp32, on CPUs.
 
     nice -n 19 python benchmarks/compression.py --out benchmarks/results/compression.json
+    nice -n 19 python benchmarks/compression.py --world 1 --only fp8 --out compression_float8.json
 
 One seed, a small decoder on Python's standard library as text. Bytes are those that a rank sends in
 a step by the algorithms that bandwidths are usually counted by: rings, and each part to its rank.
@@ -26,7 +27,6 @@ from elastic_ft.engines.native import NativeEngine
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import build_model
 
-WORLD = 2
 SHOWN = 10  # last losses that are averaged
 MODEL = {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128}
 BF16 = {"dtype": "bf16"}
@@ -51,9 +51,9 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 class Sent(TorchDispatchMode):
     """Bytes that this rank sends in collectives of all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int) -> None:
         super().__init__()
-        self.nbytes = 0.0
+        self.nbytes, self._world = 0.0, world
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = str(func).partition(".")
@@ -62,11 +62,13 @@ class Sent(TorchDispatchMode):
             first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
             second = args[1] if isinstance(args[1], torch.Tensor) else first
             whole = max(first.nbytes, second.nbytes)
-            self.nbytes += whole * (WORLD - 1) / WORLD * (2 if name == "allreduce" else 1)
+            self.nbytes += (
+                whole * (self._world - 1) / self._world * (2 if name == "allreduce" else 1)
+            )
         return func(*args, **(kwargs or {}))
 
 
-def make_job(strategy: str, steps: int, sections: dict[str, Any]) -> Job:
+def make_job(strategy: str, steps: int, sections: dict[str, Any], world: int) -> Job:
     return parse_job(
         {
             "name": "compression",
@@ -77,7 +79,7 @@ def make_job(strategy: str, steps: int, sections: dict[str, Any]) -> Job:
             "batch": {"global_batch_size": 8, "micro_batch_size": 4},
             "optimizer": {"lr": 3e-3, "warmup_steps": 10},
             "parallel": {"strategy": strategy},
-            "elastic": {"max_workers": WORLD},
+            "elastic": {"max_workers": world},
         }
         | sections
     )
@@ -98,8 +100,9 @@ def train(groups: Groups, job: Job) -> tuple[list[float], float]:
     engine.initialise()
     engine.restored()
     order, batch = DataOrder(job.seed, len(data.train)), job.batch
-    mine = deal(batch.micro_batches, dist.get_world_size())[groups.rank]
-    losses, sent = [], Sent()
+    world = dist.get_world_size()
+    mine = deal(batch.micro_batches, world)[groups.rank]
+    losses, sent = [], Sent(world)
     for step in range(1, job.steps + 1):
         dealt = step_batch(order, step, batch.global_batch_size, batch.micro_batch_size, mine)
         samples = ([data.train[order.dataset_index(i)] for i in ids] for ids in dealt)
@@ -119,6 +122,7 @@ def train(groups: Groups, job: Job) -> tuple[list[float], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--only", default="", help="modes whose name has this")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -126,10 +130,11 @@ def main() -> None:
     for name, (strategy, sections) in MODES.items():
         if arguments.only not in name:
             continue
-        job = make_job(strategy, arguments.steps, sections)
-        losses, sent = on_ranks(WORLD, train, job, strategy=strategy)[0]  # type: ignore[arg-type]
+        job = make_job(strategy, arguments.steps, sections, arguments.world)
+        found = on_ranks(arguments.world, train, job, strategy=strategy)  # type: ignore[arg-type]
+        losses, sent = found[0]
         last = losses[-SHOWN:]
-        line = {"mode": name, "world": WORLD, "bytes_per_step": round(sent)}
+        line = {"mode": name, "world": arguments.world, "bytes_per_step": round(sent)}
         lines.append(line | {"losses": [round(loss, 5) for loss in losses]})
         print(
             f"{name:26} loss at {len(losses) // 4} {losses[len(losses) // 4 - 1]:.4f}, mean of the "

@@ -25,11 +25,11 @@ from elastic_ft.core.layouts.calibration import (
     calibrate,
     on_links,
 )
-from elastic_ft.core.layouts.layout import DIMENSIONS, Layout, LayoutWish, divisors
+from elastic_ft.core.layouts.layout import DIMENSIONS, WISHES, Layout, LayoutWish
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout
 from elastic_ft.core.layouts.moved import Previous
 from elastic_ft.core.layouts.plan_words import gb
-from elastic_ft.core.layouts.planner import Limits, allowed, best, plans
+from elastic_ft.core.layouts.planner import Limits, allowed, as_asked, best, plans
 from elastic_ft.core.layouts.work import Devices, Work
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_reader import RunReader
@@ -117,13 +117,14 @@ def _limits(
     max_pp: int | None,
 ) -> Limits:
     """``engines``: what it can do; of that, what was asked for."""
-    asked = (cp for cp in divisors(job.parallel.cp) if can(LayoutWish(cp=cp)))
+    limits = (
+        engines if job.parallel.strategy == "auto" else as_asked(engines, job.parallel.wish, can)
+    )
     return replace(
-        engines,
+        limits,
         schedules=(job.parallel.schedule,),
         tp_max=max_tp,
         pp_max=min(engines.pp_max or 1, max_pp or engines.pp_max or 1),
-        cp_sizes=engines.cp_sizes if job.parallel.strategy == "auto" else tuple(asked),
     )
 
 
@@ -278,8 +279,7 @@ def _as_json(p: LayoutPlan) -> dict[str, Any]:
     layout, choice = p.layout, p.choice
     return {
         "layout": str(layout),
-        **dict(zip(DIMENSIONS, layout.sizes, strict=True)),
-        "ep": layout.ep,
+        **{name: getattr(layout, name) for name in dict.fromkeys((*DIMENSIONS, *WISHES))},
         "micro_batch": choice.micro_batch,
         "recompute": choice.recompute,
         "schedule": choice.schedule if layout.has_stages else None,

@@ -169,7 +169,7 @@ def one_worker(job: Job) -> tuple[str, ...]:
     parallel = job.parallel
     if job.elastic.max_workers > 1 or parallel.strategy != "fsdp":
         return ()
-    key = "ep" if parallel.ep > 1 else "strategy"
+    key, *_ = *parallel.wish.shared, "strategy"
     return (
         f"parallel.{key}: {getattr(parallel, key)} shares nothing out on one worker: "
         f"{_max_workers(job.elastic)}",

@@ -82,9 +82,7 @@ class Job(Section):
             yield "optimizer: is the loop's own; leave it out"
         parallel = self.parallel
         if self.loop is not None and (
-            parallel.strategy == "auto"
-            or parallel.engine != "native"
-            or parallel.wish.ranks_per_sample * parallel.ep > 1
+            parallel.strategy == "auto" or parallel.engine != "native" or parallel.wish.shared
         ):
             none = ", ".join(WISHES)
             yield f"loop: has engine native, strategy ddp, fsdp or hsdp, no {none}"
@@ -122,7 +120,7 @@ class Job(Section):
             return
         if parallel.strategy == "auto":
             yield "model.lora: strategy auto counts all weights as trained; name one"
-        if parallel.wish.ranks_per_sample * parallel.ep > 1:
+        if parallel.wish.shared:
             yield f"model.lora: has no {', '.join(WISHES)}; ddp, fsdp, hsdp"
         if parallel.engine != "native" or parallel.compile:
             what = "parallel.compile" if parallel.compile else f"engine {parallel.engine}"
@@ -162,7 +160,7 @@ class Job(Section):
         if self.loop is not None or parallel.engine != "native":
             what = "a loop" if self.loop is not None else f"engine {parallel.engine}"
             yield f"comm.{key}: not with {what}"
-        if parallel.strategy == "auto" or parallel.wish.ranks_per_sample * parallel.ep > 1:
+        if parallel.strategy == "auto" or parallel.wish.shared:
             none = ", ".join(WISHES)
             yield f"comm.{key}: is of strategy ddp, fsdp and hsdp, without {none}"
         if self.comm.compress_shards and parallel.strategy == "ddp":
@@ -184,7 +182,7 @@ class Job(Section):
         if self.loop is not None or parallel.engine != "native" or self.model.lora is not None:
             yield f"{key}: not with a loop, engine deepspeed or model.lora"
         none = [name for name in WISHES if name != OF_LAYERS]
-        if parallel.strategy == "auto" or any(getattr(parallel, name) > 1 for name in none):
+        if parallel.strategy == "auto" or {*none} & {*parallel.wish.shared}:
             yield f"{key}: is of strategy ddp, fsdp and hsdp, without {', '.join(none)}"
 
     @refused_for

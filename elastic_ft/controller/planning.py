@@ -62,7 +62,8 @@ def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
 
     Raises ConfigError for a job that can't be laid out at all.
     """
-    from elastic_ft.engines.laid_out import check_kernels, check_parallel  # imports for seconds
+    from elastic_ft.engines.laid_out import check_parallel  # imports for seconds
+    from elastic_ft.engines.shared_positions import check_kernels
 
     with torch.device("meta"):
         model = build_model(
@@ -76,7 +77,7 @@ def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
 
     def can(wish: LayoutWish) -> bool:
         if job.parallel.engine != "native":
-            return wish.ranks_per_sample * wish.ep == 1
+            return not wish.shared
         for strategy in dict.fromkeys((job.parallel.data_strategy, "fsdp")):
             with suppress(ConfigError):
                 asked = fields_of(replace(wish, strategy=strategy))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from operator import itemgetter
 
-from elastic_ft.core.layouts.expert_owners import experts_at, part_of, runs_of
+from elastic_ft.core.layouts.expert_owners import expert_place, experts_at, part_of, runs_of
 from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.sharding import Box, Holders, Replicas
 
@@ -37,7 +37,7 @@ class Cut:
         by_tp, index, shards = (self.tp, place.tp, layout.tp), place.dp_shard, layout.state_shards
         if self.ep is None:
             return (_evenly(shape, by_tp, (self.shard, index, shards)),)
-        index, rank = divmod(place.dp_shard, layout.ep)
+        index, rank = expert_place(layout, place)
         shards, of_experts = layout.expert_shards, self.shard == self.ep
         if len(layout.owners) != shape[self.ep]:  # in runs
             by_ep = (self.ep, rank, layout.ep)

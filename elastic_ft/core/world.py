@@ -14,7 +14,7 @@ from functools import lru_cache
 from elastic_ft.core.assignment import Member, NodeId, Source, Tier
 from elastic_ft.core.events import ResizeRequested, StepApplied
 from elastic_ft.core.layouts.calibration import STEPS_MAX, as_measured, calibrate
-from elastic_ft.core.layouts.expert_owners import allot, in_runs, weigh
+from elastic_ft.core.layouts.expert_owners import allot, weigh, with_owners
 from elastic_ft.core.layouts.layout import EXPERTS_MAX, Layout, ShardPlace, plan_layout
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout
 from elastic_ft.core.layouts.moved import Previous
@@ -132,9 +132,7 @@ def deal_experts(turn: Turn, world: World, source: Source) -> World:
     if held:
         new = sum(not weights[owner][expert] for expert, owner in enumerate(owners))
         why += f", of which {new} of {experts} go to ranks that have nothing of them"
-    if owners == in_runs(experts, layout.ep):
-        owners = ()
-    return replace(world, layout=replace(layout, owners=owners), why=why)
+    return replace(world, layout=with_owners(layout, owners), why=why)
 
 
 def _measured(turn: Turn, planning: Planning) -> Devices:

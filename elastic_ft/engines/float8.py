@@ -8,7 +8,7 @@ to keep. What has no kernel for it, the CPU, computes what one would by rounding
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,8 @@ CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
 def check_float8(job: Job, model: nn.Module) -> None:
-    """Raises ConfigError where the model or this installation has nothing to compute by float8."""
+    """Raises ConfigError where the model, converted or not yet, or this installation has nothing to
+    compute by float8."""
     if job.precision.fp8 is None:
         return
     if importlib.util.find_spec("torchao") is None:
@@ -34,11 +35,14 @@ def check_float8(job: Job, model: nn.Module) -> None:
     if isinstance(model, MixtureDecoder):
         raise ConfigError("precision.fp8: not with a mixture of experts (model.preset)")
     multiple = _multiple(job)
-    if not any(_is_converted(part, name, multiple) for name, part in model.named_modules()):
+    parts = dict(model.named_modules())
+    is_converted = any(type(part).__module__.startswith("torchao.") for part in parts.values())
+    mixtures = _mixtures(model)
+    if not is_converted and not any(_is_wanted(parts[n], n, multiple, mixtures) for n in parts):
         each = f" ({MULTIPLE} for each of parallel.{OF_LAYERS})" if _ranks(job) > 1 else ""
         raise ConfigError(
-            f"precision.fp8: no linear layer of {type(model).__name__} has sizes in multiples of "
-            f"{multiple}{each}"
+            f"precision.fp8: no linear layer of {type(model).__name__} has torch's own forward and "
+            f"sizes in multiples of {multiple}{each}"
         )
 
 
@@ -74,7 +78,7 @@ def converting(
             emulate=device.type == "cpu",
             pad_inner_dim=tokens % MULTIPLE != 0,
         )
-        wanted = partial(_is_converted, multiple=_multiple(job))
+        wanted = partial(_is_wanted, multiple=_multiple(job), mixtures=_mixtures(model))
         convert_to_float8_training(model, module_filter_fn=wanted, config=config)
         return model
 
@@ -92,13 +96,31 @@ def _multiple(job: Job) -> int:
     return MULTIPLE * _ranks(job)
 
 
-def _is_converted(part: nn.Module, name: str, multiple: int) -> bool:
+def _is_wanted(part: nn.Module, name: str, multiple: int, mixtures: Collection[str]) -> bool:
     return (
         isinstance(part, nn.Linear)
+        and type(part).forward is nn.Linear.forward  # which is what torchao puts another one for
         and not _makes_logits(name)
+        and not _is_of_mixture(name, mixtures)
         and part.in_features % multiple == 0
         and part.out_features % multiple == 0
     )
+
+
+def _mixtures(model: nn.Module) -> Collection[str]:
+    """Names of what holds experts, beside which some of transformers' have a layer that says which
+    of them a token goes to."""
+    found = (name.rpartition(".") for name, _ in model.named_modules())
+    return {parent for parent, _, last in found if last == "experts"}
+
+
+def _is_of_mixture(name: str, mixtures: Collection[str]) -> bool:
+    """Whether it is an expert's, or a router's."""
+    path = name.split(".")
+    for depth, part in enumerate(path):
+        if part in ("experts", "router", "gate") and ".".join(path[:depth]) in mixtures:
+            return True
+    return False
 
 
 def _makes_logits(name: str) -> bool:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
 from elastic_ft.config import CommConfig, Job
-from elastic_ft.core.layouts.layout import Layout, plan_layout
+from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS, OF_LAYERS, Layout, plan_layout
 from elastic_ft.engines.activations import keep_in_host_memory
 from elastic_ft.engines.along import Along, along_of
 from elastic_ft.engines.balancing import Balancing
@@ -61,7 +61,6 @@ from elastic_ft.models.build import block_modules
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.experts import MixtureDecoder
 
-FLASH_CAPABILITY = 8  # the least major one of a GPU that has flash attention
 WORLDS_MAX = 64  # that are looked at for what their layers are
 
 
@@ -224,8 +223,6 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
     check_float8(job, model)
     if isinstance(model, MixtureDecoder) and parallel.engine != "native":
         raise ConfigError("parallel.engine: a mixture of experts (model.preset) is of native alone")
-    if parallel.cp > 1 and isinstance(model, MixtureDecoder) and parallel.pp > 1:
-        raise ConfigError("parallel.cp: stages of a mixture (model.preset) have whole sequences")
     check_context_parallel(model, parallel, parallel.tp)
     if job.optimizer.is_schedule_free and parallel.pp > 1:
         raise ConfigError(
@@ -241,27 +238,13 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
         check_stages_cut_alike(model, parallel.tp_plan)
 
 
-def check_kernels(job: Job, device: torch.device) -> None:
-    """Raises ConfigError where the device has no kernel for what the layout does."""
-    if job.parallel.cp == 1 or device.type != "cuda":
-        return
-    if DTYPES[job.precision.dtype] is torch.float32:
-        raise ConfigError("parallel.cp: on GPUs needs precision.dtype bf16 or fp16, found fp32")
-    if not torch.cuda.is_available():
-        return  # a controller's machine, whose workers' it can't know
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < FLASH_CAPABILITY:
-        least = f"sm_{FLASH_CAPABILITY}0"
-        raise ConfigError(f"parallel.cp: needs a GPU of {least} or newer, found sm_{major}{minor}")
-
-
 def check_data(job: Job, samples: Any, planned: Collection[str] = ()) -> None:
     """Raises ConfigError for samples that the layout can't run. Reads one if it depends on that.
 
     ``planned``: of strategy auto, by what the planner may share samples out.
     """
-    asked = [key for key in ("cp", "pp") if getattr(job.parallel, key) > 1 or key in planned]
-    for key in asked:
+    asked = {*job.parallel.wish.shared, *planned}
+    for key in (name for name in reversed(MODEL_DIMENSIONS) if name in asked - {OF_LAYERS}):
         of_transformers = job.model.preset is None
         try:
             check_batch(samples.collate([samples[0]]), f"parallel.{key}", of_transformers)

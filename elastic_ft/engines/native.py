@@ -43,6 +43,7 @@ from elastic_ft.engines.muon import MuonWithAdamW
 from elastic_ft.engines.of_job import EngineOfJob
 from elastic_ft.engines.optimizers import LOCAL_OPTIMIZERS, warm_optimizer
 from elastic_ft.engines.pipeline import micro_batches_to_run, run_watched
+from elastic_ft.engines.shared_positions import check_kernels
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.waits import WAITS
@@ -93,7 +94,7 @@ class NativeEngine(EngineOfJob):
         with torch.device("meta"):
             laid_out.check_parallel(self.job, model := self._factory(), self._sequence_length)
             self.experts = experts_of_each(model)
-            laid_out.check_kernels(self.job, self.device)
+            check_kernels(self.job, self.device)
             if self.job.model.lora is not None:
                 self.reference = Reference(str(self.job.model.weights), self._factory())
         self._computed = computed_buffers(self._factory)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_ft.config import ParallelConfig
+from elastic_ft.config import Job, ParallelConfig
 from elastic_ft.core.layouts.layout import Layout, trades_heads
+from elastic_ft.engines.modules import DTYPES
 from elastic_ft.engines.pipeline import NOISES
 from elastic_ft.engines.tensor_parallel import check_no_dropout
 from elastic_ft.errors import ConfigError
@@ -24,6 +26,7 @@ from elastic_ft.models.stages import PrunedStage
 from elastic_ft.models.ulysses import HeadShare
 
 KEY = "parallel.cp"  # of the job file, for messages
+FLASH_CAPABILITY = 8  # the least major one of a GPU that has flash attention
 
 
 def check_context_parallel(model: nn.Module, parallel: ParallelConfig, parts: int = 1) -> None:
@@ -31,6 +34,8 @@ def check_context_parallel(model: nn.Module, parallel: ParallelConfig, parts: in
     ``parts``: into how many tensor parallelism cuts each layer."""
     if parallel.cp == 1:
         return
+    if isinstance(model, MixtureDecoder) and parallel.wish.has_stages:
+        raise ConfigError(f"{KEY}: stages of a mixture (model.preset) have whole sequences")
     if not isinstance(model, Decoder | MixtureDecoder):
         if (why := why_not_shared(model)) is not None:
             raise ConfigError(f"{KEY}: {why}")
@@ -41,6 +46,20 @@ def check_context_parallel(model: nn.Module, parallel: ParallelConfig, parts: in
             f"{KEY}_method: ulysses gives each rank as many heads, and cp {cp} x tp {parts} do not "
             f"divide {heads}; auto gathers keys and values where that is so"
         )
+
+
+def check_kernels(job: Job, device: torch.device) -> None:
+    """Raises ConfigError where the device has no kernel for ranks that share positions."""
+    if job.parallel.cp == 1 or device.type != "cuda":
+        return
+    if DTYPES[job.precision.dtype] is torch.float32:
+        raise ConfigError(f"{KEY}: on GPUs needs precision.dtype bf16 or fp16, found fp32")
+    if not torch.cuda.is_available():
+        return  # a controller's machine, whose workers' it can't know
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < FLASH_CAPABILITY:
+        least = f"sm_{FLASH_CAPABILITY}0"
+        raise ConfigError(f"{KEY}: needs a GPU of {least} or newer, found sm_{major}{minor}")
 
 
 def heads_of(part: Any) -> int:

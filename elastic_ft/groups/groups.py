@@ -366,8 +366,7 @@ def _share_experts(layout: Layout, mesh: DeviceMesh | None) -> DeviceMesh | None
     if not layout.shares_experts:
         return None
     assert mesh is not None
-    sizes = {"efsdp": layout.expert_shards, "ep": layout.ep}
-    return torch_private.split_dimension(mesh, "dp_shard", sizes)
+    return torch_private.split_dimension(mesh, "dp_shard", layout.expert_mesh_dims())
 
 
 def _make_context(layout: Layout, split: bool = False) -> dist.ProcessGroup | None:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 CONVERTED = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 UNDECLARED = ("head_dim",)  # read by the code of some models whose configuration does not have it
 MEANINGLESS = ("n_ctx", "task_specific_params", "_name_or_path", "_attn_implementation_autoset")
+MEANINGLESS += ("auto_map",)  # where on the Hub code is: transformers' own is taken
 
 
 def build_model(

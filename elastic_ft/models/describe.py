@@ -10,6 +10,7 @@ from torch import nn
 
 from elastic_ft.config import Job, ModelConfig
 from elastic_ft.core.layouts.work import Compression, ModelShape, Work
+from elastic_ft.core.policy import same_names
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models.build import block_modules, build_model, preset_of
 from elastic_ft.models.decoder import DecoderConfig
@@ -78,7 +79,6 @@ def describe_job(job: Job) -> Work:
         optimizer_bytes=kept,
         gathers_once=not job.parallel.reshard_after_backward,
         reduces_once=job.parallel.reduce_gradients == "step",
-        loss_chunk_tokens=job.parallel.loss_chunk_tokens,
         offloads=job.parallel.offload_activations,
         offloads_optimizer=job.optimizer.offload is not None,
         steps_in_place=not job.optimizer.is_schedule_free,
@@ -87,7 +87,7 @@ def describe_job(job: Job) -> Work:
             job.comm.compress_replicas,
             job.comm.powersgd_rank,
         ),
-        cp_method=job.parallel.cp_method,
+        **same_names(Work, job.parallel),
     )
 
 

@@ -1,4 +1,5 @@
-"""A mixture's weights as files on the Hub have them: a tensor for each expert and projection.
+"""A mixture's weights as files on the Hub have them: a tensor for each expert and projection, and
+by names of their own.
 
 transformers' modules have one for all experts of a layer, gate and up projections in one.
 """
@@ -14,6 +15,15 @@ FAMILIES = {
     ".mlp.": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
     ".block_sparse_moe.": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
 }
+# Parts of names in modules, and in files: of Phi-MoE, Mixtral, GraniteMoE, and ERNIE 4.5.
+OTHERWISE = (
+    (".mlp.router.", ".block_sparse_moe.gate."),
+    (".mlp.", ".block_sparse_moe."),
+    (".block_sparse_moe.router.", ".block_sparse_moe.router.layer."),
+    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+    (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +44,10 @@ class StoredPiece:
 
 def names_in_files(name: str) -> Iterator[str]:
     """What a module's tensor may be called."""
-    for mixture in FAMILIES:
-        yield name.replace(".mlp.", mixture)
+    yield name
+    for part, in_files in OTHERWISE:
+        if part in name:
+            yield name.replace(part, in_files)
 
 
 def pieces_of(

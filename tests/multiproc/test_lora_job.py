@@ -29,8 +29,8 @@ DEADLINE_S = 150.0
 
 def tuned(base: Path | str, strategy: str, steps: int = STEPS, **sections: Any) -> Job:
     model = {"pretrained": str(base), "lora": LORA | sections.pop("lora", {})}
-    rate = {"lr": 0.03, "schedule": "constant"}
-    sections = {"checkpoint": {"every_steps": 5}, "optimizer": rate} | sections
+    optimizer = {"lr": 0.03, "schedule": "constant"} | sections.pop("optimizer", {})
+    sections = {"checkpoint": {"every_steps": 5}, "optimizer": optimizer} | sections
     sections = {"workers": 4, "data": COUNTED} | sections
     return make_job(strategy, steps=steps, model=model, **sections)
 
@@ -84,19 +84,20 @@ def test_peft_computes_the_next_steps_loss(undisturbed: tuple[Path, Run], tmp_pa
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "optimizer"),
     [
-        "fsdp",
-        pytest.param("ddp", marks=pytest.mark.soak),
-        pytest.param("hsdp", marks=pytest.mark.soak),
+        ("fsdp", {}),
+        pytest.param("ddp", {}, marks=pytest.mark.soak),
+        pytest.param("hsdp", {"offload": "cpu"}, marks=pytest.mark.soak),
     ],
 )
 def test_a_killed_worker_and_its_joiner_change_nothing(
-    undisturbed: tuple[Path, Run], tmp_path: Path, strategy: str
+    undisturbed: tuple[Path, Run], tmp_path: Path, strategy: str, optimizer: dict[str, Any]
 ) -> None:
     base, other = undisturbed
     faults = [PointFault("backward", rank=1, step=7)]
-    run = run_job(tuned(base, strategy), tmp_path / "run", faults=faults).check()
+    job = tuned(base, strategy, optimizer=optimizer)
+    run = run_job(job, tmp_path / "run", faults=faults).check()
     assert len(run.worlds()) >= 2
     same(run, other)
     assert [line["steps_lost"] for line in run.recoveries] == [0] * len(run.recoveries)

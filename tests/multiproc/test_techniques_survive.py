@@ -41,6 +41,11 @@ LLAMA = {
         "num_key_value_heads": 3,
     }
 }
+QWEN3_MOE = {
+    "transformers": LLAMA["transformers"]
+    | {"model_type": "qwen3_moe", "num_hidden_layers": 4, "head_dim": 4, "mlp_only_layers": [1]}
+    | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+}
 
 
 @dataclass
@@ -82,6 +87,8 @@ TECHNIQUES: dict[str, tuple[str, dict[str, Any], float]] = {
     "experts": ("fsdp", {"model": MIXTURE, "parallel": {"ep": 2}}, 1e-5),
     "experts, long": ("fsdp", {"model": MIXTURE, "parallel": {"ep": 2, "cp": 2}}, 1e-5),
     "stages of a llama": ("fsdp", {"model": LLAMA, "parallel": {"pp": 2}}, 1e-5),
+    "experts of qwen3, long": ("fsdp", {"model": QWEN3_MOE, "parallel": {"ep": 2, "cp": 2}}, 1e-5),
+    "stages of qwen3, long": ("ddp", {"model": QWEN3_MOE, "parallel": {"pp": 2, "cp": 2}}, 1e-5),
     "positions of a llama": ("fsdp", {"model": LLAMA, "parallel": {"cp": 2}}, 1e-5),
     "schedule-free": ("fsdp", {"model": DENSE, "optimizer": SCHEDULE_FREE}, 1e-5),
     "offloaded": ("fsdp", {"model": DENSE, "optimizer": {"offload": "cpu"}}, 1e-5),

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_ft.config import ModelConfig
 from elastic_ft.engines.float8 import converting
 from elastic_ft.errors import ConfigError
+from elastic_ft.models.build import build_model
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from tests.oneproc.alone import attached, job_of, run_step
 
@@ -52,7 +54,8 @@ def test_layers_are_converted_and_the_state_is_as_without(kind: str) -> None:
 def test_a_model_without_such_layers_is_refused() -> None:
     with (
         pytest.raises(
-            ConfigError, match=r"precision\.fp8: no linear layer of Decoder has sizes in"
+            ConfigError,
+            match=r"precision\.fp8: no linear layer of Decoder has torch.s own forward and sizes in",
         ),
         attached(job_of(precision=TENSORWISE), lambda: decoder(20)),
     ):
@@ -69,6 +72,29 @@ def test_ranks_that_share_a_layer_have_sizes_that_kernels_take() -> None:
         converting(
             job_of(precision=TENSORWISE, parallel={"tp": 4}), torch.device("cpu"), decoder, 16
         )()
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        {"model_type": "phimoe", "num_local_experts": 16},
+        {"model_type": "hunyuan_v1_moe", "num_experts": 16, "moe_topk": 2, "head_dim": 16},
+    ],
+    ids=lambda mixture: str(mixture["model_type"]),
+)
+def test_routers_choose_as_without_it(mixture: dict[str, Any]) -> None:
+    """Phi-MoE's are linear layers that do more, which was lost: the first step failed."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    sizes |= {"intermediate_size": 24, "num_key_value_heads": 2}
+    config = ModelConfig(transformers=sizes | mixture)
+
+    def made() -> nn.Module:
+        return build_model(config, vocab_size=None, sequence_length=None)
+
+    model = converting(job_of(precision=TENSORWISE), torch.device("cpu"), made, 16)()
+    found = {n for n, part in model.named_modules() if type(part).__name__ == "Float8Linear"}
+    assert found == {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+    assert model(TOKENS[:, :16]).logits.isfinite().all()
 
 
 def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,7 +256,7 @@ def test_a_router_loss_without_a_coefficient_is_refused() -> None:
 @pytest.mark.parametrize("name", ON_THE_HUB)
 def test_a_configuration_is_pasted_whole(name: str) -> None:
     values = ON_THE_HUB[name]
-    model = build_on_meta(values)
+    model = build_on_meta(values | {"auto_map": {"AutoConfig": "configuration_its_own.Its"}})
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.config.use_cache is False
     if "head_dim" in values:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.engines import laid_out
+from elastic_ft.engines import shared_positions
 from elastic_ft.engines.expert_parallel import shard_experts
 from elastic_ft.errors import ConfigError
 from elastic_ft.models import context_parallel
@@ -134,10 +134,10 @@ def test_a_gpu_without_flash_attention_is_refused_by_name(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
     job = make_job(precision={"dtype": dtype}, parallel={"strategy": "fsdp", "cp": 2})
     if why is None:
-        laid_out.check_kernels(job, GPU)
+        shared_positions.check_kernels(job, GPU)
         return
     with pytest.raises(ConfigError, match=rf"^parallel\.cp: .*{why}"):
-        laid_out.check_kernels(job, GPU)
+        shared_positions.check_kernels(job, GPU)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from elastic_ft.controller.planning import engine_of, may_offload, planning_of, 
 from elastic_ft.core.layouts.layout import WISHES, Layout, LayoutWish, plan_layout
 from elastic_ft.core.layouts.layout_plan import NoLayout
 from elastic_ft.core.layouts.planner import plans
-from elastic_ft.engines.laid_out import check_kernels, check_parallel
+from elastic_ft.engines.laid_out import check_parallel
+from elastic_ft.engines.shared_positions import check_kernels
 from elastic_ft.errors import ConfigError
 from elastic_ft.models import build_model
 from elastic_ft.models.describe import describe_job

@@ -40,6 +40,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2, tied, with capped logits": GEMMA | {"final_logit_softcapping": 0.01},
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None},
     "mixtral": {"model_type": "mixtral", **EXPERTS},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 4, "moe_intermediate_size": 8}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "deepseek_v3": {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_shared_experts": 1}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "v_head_dim": 4}
+    | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
 }
 
 

@@ -52,6 +52,13 @@ MODELS = {
     | {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
     "olmoe": MIXTURE | {"num_experts": 4},
     "mixtral": MIXTURE | {"num_local_experts": 4},
+    "phimoe": MIXTURE | {"num_local_experts": 4},
+    "granitemoe": MIXTURE | {"num_local_experts": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8},
+    "deepseek_v3": MIXTURE  # its routers' biases are buffers
+    | {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1}
+    | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+    | {"v_head_dim": 8, "num_key_value_heads": 2, "first_k_dense_replace": 1},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 61},
 }
 
@@ -61,6 +68,9 @@ def save(folder: Path, kind: str = "llama", seed: int = 7, **how: Any) -> Any:
     values = MODELS[kind] if kind == "gpt2" else SIZES | MODELS[kind]
     config = transformers.AutoConfig.for_model(kind, **values)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("correction_bias"):  # zero at first
+            tensor.uniform_()
     model.save_pretrained(folder, **how)
     return model
 
@@ -78,7 +88,9 @@ def ours(url: str) -> nn.Module:
     model.tie_weights()  # type: ignore[operator]
     for name, value in computed_buffers(make).items():
         model.get_buffer(name).copy_(value)
-    state = {f"model.{n}": state_tensor(p) for n, p in model.named_parameters()}
+    kept = {n: t for n, t in model.named_buffers() if n in model.state_dict()}
+    named = dict(model.named_parameters()) | kept
+    state = {f"model.{name}": state_tensor(tensor) for name, tensor in named.items()}
     load(open_pretrained(url).folder, model, state)
     return model.eval()
 

@@ -7,6 +7,7 @@ have runs of them. Parts of the state are named by experts, not by where these a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from math import inf, lcm
@@ -29,6 +30,12 @@ def in_runs(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(expert // most for expert in range(experts))
 
 
+def with_owners(layout: Layout, owners: tuple[int, ...]) -> Layout:
+    """``layout`` with these, which it need not say of runs."""
+    in_order = owners == in_runs(len(owners), layout.ep)
+    return replace(layout, owners=() if in_order else owners)
+
+
 def experts_at(layout: Layout, experts: int, rank: int) -> tuple[int, ...]:
     """Of a layer's ``experts`` those that ``rank`` of ``layout.ep`` has, in order."""
     return _experts_of_all(layout, experts)[rank]
@@ -40,6 +47,22 @@ def _experts_of_all(layout: Layout, experts: int) -> tuple[tuple[int, ...], ...]
     for expert, owner in enumerate(owners_of(layout, experts)):
         found[owner].append(expert)
     return tuple(map(tuple, found))
+
+
+def experts_at_most(layout: Layout, experts: int) -> int:
+    """Of a layer's ``experts``, how many the fullest rank has."""
+    return -(-experts // layout.ep)
+
+
+def expert_share(layout: Layout, experts: int) -> float:
+    """The same as a part of them; of a model without experts 1."""
+    return experts_at_most(layout, experts) / experts if experts else 1.0
+
+
+def expert_place(layout: Layout, place: ShardPlace) -> tuple[int, int]:
+    """Which part of its experts a rank at ``place`` has, and which of the ranks that share them out
+    it is."""
+    return divmod(place.dp_shard, layout.ep)
 
 
 def part_of(experts: Sequence[int], index: int, parts: int) -> Sequence[int]:
@@ -73,7 +96,7 @@ def weigh(experts: int, layout: Layout, former: Layout, held: Iterable[HadBy]) -
     had: dict[int, Sequence[int]] = {}
     found = [[0] * experts for _ in range(layout.ep)]
     for rank, place, is_live in held:
-        shard, group = divmod(layout.place_of(rank).dp_shard, layout.ep)
+        shard, group = expert_place(layout, layout.place_of(rank))
         old_shard, old_group = divmod(place.dp_shard, _parts(former)[0])
         first = max(shard * more, old_shard * old_more)
         last = min((shard + 1) * more, (old_shard + 1) * old_more)

@@ -50,6 +50,11 @@ class LayoutWish:
         return prod(getattr(self, name) for name in MODEL_DIMENSIONS)
 
     @property
+    def shared(self) -> tuple[str, ...]:
+        """What ranks share, of ``WISHES``."""
+        return tuple(name for name in WISHES if getattr(self, name) > 1)
+
+    @property
     def has_stages(self) -> bool:
         return self.pp > 1
 
@@ -188,6 +193,10 @@ class Layout:
         if used and not used.keys() & {*MODEL_DIMENSIONS}:
             return used
         return {name: n for name, n in sizes.items() if n > 1 or name == "dp_shard"}
+
+    def expert_mesh_dims(self) -> dict[str, int]:
+        """Into what "dp_shard" of ``mesh_dims`` is split where ranks share experts out."""
+        return {"efsdp": self.expert_shards, "ep": self.ep}
 
     def place_of(self, rank: int) -> ShardPlace:
         """Where in the shard space ``rank`` is. Equal places hold equal state."""

@@ -102,7 +102,7 @@ def _again(r: RankShape) -> float:
         return 0.0
     if recompute is True:
         return r.full - r.hidden * r.keeps_hidden
-    rows = r.tokens * kept_rows_bytes(work, recompute, r.choice.layout.ep)
+    rows = r.tokens * kept_rows_bytes(work, recompute, r.choice.layout.shares_experts)
     return r.full - (r.kept - rows) + r.tokens * work.model.dim * work.compute_bytes
 
 
@@ -169,7 +169,8 @@ def _of_layer(r: RankShape, flying: float, done: bool) -> Iterator[_Moment]:
     down = fed / (3 if model.gated else 2)
     inner = r.tokens * model.ffn_dim * a / tp
     feed = held + handed + inner * (2 if model.gated else 1)
-    feed += r.tokens * _sent_bytes(work, layout.ep)
+    if layout.shares_experts:  # sent to them, and come from others, in either order
+        feed += r.tokens * 4 * rows_bytes(work)  # on the mean, as much as goes there
     yield _Moment(before + down, weights, feed, at_hand)
     in_layers = r.by_fsdp and not layout.has_stages
     reduced, sent = r.local_block * work.gradient_bytes * (not done), r.block * work.gradient_bytes
@@ -288,11 +289,3 @@ def _exchanged(r: RankShape) -> float:
     some = min(r.local, max(EXCHANGE_NUMBERS, largest))
     matrix = largest * (method == "powersgd")
     return FLOAT32_BYTES * (EXCHANGE[method] * some + matrix) + RESIDUAL_BYTES * (r.local - some)
-
-
-def _sent_bytes(work: Work, ep: int) -> float:
-    """Where ranks share experts out, of a token: what is sent to them and comes from others, in
-    either order. Others send as much as goes there, on the mean."""
-    if ep == 1:
-        return 0.0
-    return 4 * rows_bytes(work)

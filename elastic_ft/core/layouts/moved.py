@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, product
 
-from elastic_ft.core.layouts.expert_owners import allot, experts_at, runs_of, weigh
+from elastic_ft.core.layouts.expert_owners import (
+    allot,
+    expert_place,
+    experts_at,
+    runs_of,
+    weigh,
+    with_owners,
+)
 from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.layouts.work import ModelShape, Work, stage_layers
 
@@ -46,7 +53,7 @@ def bytes_moved(work: Work, layout: Layout, devices: Sequence[int], previous: Pr
 def _dealt(model: ModelShape, layout: Layout, devices: Sequence[int], previous: Previous) -> Layout:
     old = ((rank, previous.ranks[device]) for rank, device in enumerate(devices))
     held = [(rank, previous.layout.place_of(was), True) for rank, was in old if was is not None]
-    return replace(layout, owners=allot(weigh(model.experts, layout, previous.layout, held)))
+    return with_owners(layout, allot(weigh(model.experts, layout, previous.layout, held)))
 
 
 def _volume_moved(
@@ -89,7 +96,7 @@ class _Boxes:
         first, second = ([(i / n, (i + 1) / n)] for i, n in zip(inner, parts, strict=True))
         if not (self.of_experts and self.layout.shares_experts):  # else shards are experts, too
             return depth, first, second
-        shard, rank = divmod(cell.dp_shard, self.layout.ep)
+        shard, rank = expert_place(self.layout, cell)
         shards, count = self.layout.expert_shards, self._experts
         runs = runs_of(experts_at(self.layout, count, rank))
         own = [(run / count, (run + size) / count) for run, size in runs]

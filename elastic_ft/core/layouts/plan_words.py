@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil, inf
 from typing import NamedTuple
 
+from elastic_ft.core.layouts.expert_owners import experts_at_most
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, seats_on_nodes
 from elastic_ft.core.layouts.work import Choice, Work
 
@@ -78,11 +79,11 @@ def why(
 
 
 def _experts(plan: LayoutPlan, work: Work) -> str:
-    ep, experts = plan.layout.ep, work.model.experts
-    most = round(work.model.expert_share(ep) * experts)
-    of_each = f"{most} of {experts}" if experts % ep == 0 else f"up to {most} of {experts}"
+    layout, experts = plan.layout, work.model.experts
+    most = experts_at_most(layout, experts)
+    of_each = f"{most} of {experts}" if experts % layout.ep == 0 else f"up to {most} of {experts}"
     where = "inside a node" if plan.peers_inside else "across nodes"
-    return f"each of {ep} ranks computes {of_each} experts, and tokens travel {where}"
+    return f"each of {layout.ep} ranks computes {of_each} experts, and tokens travel {where}"
 
 
 def _loss_without(plan: LayoutPlan, without: Without) -> str:

@@ -358,6 +358,12 @@ def allowed(model: ModelShape, most: int, can: Callable[[LayoutWish], bool]) -> 
     )
 
 
+def as_asked(limits: Limits, wish: LayoutWish, can: Callable[[LayoutWish], bool]) -> Limits:
+    """Positions are shared by as many as wished, or by a divisor of it, however few each has."""
+    sizes = (cp for cp in divisors(wish.cp) if can(LayoutWish(cp=cp)))
+    return replace(limits, cp_sizes=tuple(sizes))
+
+
 def _apart(
     sizes: Mapping[str, int], can: Callable[[LayoutWish], bool]
 ) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
+from elastic_ft.core.layouts.expert_owners import expert_share
 from elastic_ft.core.layouts.layout import stages_of
 from elastic_ft.core.layouts.work import INT8_BYTES, Choice, Recompute, Work, stage_layers
 
@@ -47,7 +48,7 @@ def kept_activation_bytes(
     parts: int,
     recompute: Recompute,
     fused: bool,
-    ep: int = 1,
+    shares_experts: bool = False,
     cp: int = 1,
     casts: bool = False,
 ) -> float:
@@ -68,7 +69,7 @@ def kept_activation_bytes(
     if work.trades_heads(parts, cp):  # what came from others
         kept += 2 * (model.q_dim + work.traded_kv_dim(parts, cp)) * a
     whole = 2 * model.dim * a * (1 if parts == 1 else 1 + 1 / parts)
-    return inputs + kept / parts + whole + kept_rows_bytes(work, recompute, ep)
+    return inputs + kept / parts + whole + kept_rows_bytes(work, recompute, shares_experts)
 
 
 def rows_bytes(work: Work) -> float:
@@ -76,12 +77,12 @@ def rows_bytes(work: Work) -> float:
     return work.model.experts_per_token * work.model.dim * work.compute_bytes
 
 
-def kept_rows_bytes(work: Work, recompute: Recompute, ep: int) -> float:
+def kept_rows_bytes(work: Work, recompute: Recompute, shares_experts: bool) -> float:
     """Selective: what experts' products return, and what came from other ranks, there and back.
     None of it is what a layer keeps that recomputes nothing, which is in another order."""
     if recompute != "selective":
         return 0.0
-    return rows_bytes(work) * (1 if ep == 1 else 3)
+    return rows_bytes(work) * (3 if shares_experts else 1)
 
 
 def in_flight(choice: Choice, stage: int, micro_batches: int) -> float:
@@ -224,7 +225,7 @@ def shape_of_rank(work: Work, choice: Choice, stage: int, fused: bool, copies: b
     parts, last_two = layout.parts_per_layer, (layout.cp, casts)
     full = tokens * block_activation_bytes(work, parts, fused, *last_two)
     kept = tokens * kept_activation_bytes(
-        work, parts, choice.recompute, fused, layout.ep, *last_two
+        work, parts, choice.recompute, fused, layout.shares_experts, *last_two
     )
     flying = in_flight(choice, stage, count)
     sizes = (root, block, local_block, tokens, count, flying, full, kept)
@@ -250,7 +251,7 @@ def unit_parameters(work: Work, choice: Choice, stage: int) -> tuple[float, floa
     parts, first, last = layout.parts_per_layer, stage == 0, stage == choice.output_rank
     root = first * model.embedding_parameters + last * model.output_parameters
     root += (last and not first and model.is_tied) * model.embedding_parameters
-    experts = model.expert_parameters * model.expert_share(layout.ep) / parts
+    experts = model.expert_parameters * expert_share(layout, model.experts) / parts
     dense = (model.block_parameters - model.expert_parameters) / parts
     local = dense / layout.state_shards + experts / layout.expert_shards
     return root / parts, dense + experts, local

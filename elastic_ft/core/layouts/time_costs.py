@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from math import ceil, gcd
 from typing import NamedTuple
 
+from elastic_ft.core.layouts.expert_owners import expert_share
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.memory_costs import held_parameters
 from elastic_ft.core.layouts.rank_memory import kept_activation_bytes, rank_layers
 from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Recompute, Work
@@ -168,7 +170,7 @@ def _forward_s(model: ModelShape, choice: Choice, devices: Devices) -> tuple[flo
     """Seconds of a layer, and of the projection to the vocabulary."""
     layout = choice.layout
     rate = devices.flops_per_s * layout.tp * layout.cp  # chunks are dealt so that all have as much
-    block_s = _block_flops(model, layout.ep) * choice.micro_batch / rate
+    block_s = _block_flops(model, layout) * choice.micro_batch / rate
     launch_s = devices.layer_s * (CUT_LAUNCHES if layout.tp > 1 else 1)
     block_s = max(block_s, launch_s) if devices.overlaps else block_s + launch_s
     return block_s, model.output_flops * choice.micro_batch / rate
@@ -218,9 +220,9 @@ def _attention_s(work: Work, choice: Choice, links: Interconnect) -> tuple[float
     return kv_s, kv_s * (1 + bool(choice.recompute)) + dkv_s
 
 
-def _block_flops(model: ModelShape, ep: int) -> float:
-    """Of the busiest of ``ep`` ranks that share experts out: who has more is sent more tokens."""
-    uneven = model.expert_share(ep) * ep - 1
+def _block_flops(model: ModelShape, layout: Layout) -> float:
+    """Of the busiest of the ranks that share experts out: who has more is sent more tokens."""
+    uneven = expert_share(layout, model.experts) * layout.ep - 1
     return model.block_flops + 2.0 * model.sequence_length * model.routed_parameters * uneven
 
 
@@ -231,7 +233,7 @@ def _offload_s(work: Work, choice: Choice, layers: int, devices: Devices) -> flo
     layout = choice.layout
     tokens = choice.micro_batch * work.model.sequence_length / layout.cp
     kept = kept_activation_bytes(
-        work, layout.tp, choice.recompute, devices.fused, layout.ep, layout.cp
+        work, layout.tp, choice.recompute, devices.fused, layout.shares_experts, layout.cp
     )
     return 2 * layers * tokens * kept / devices.host_bytes_per_s
 
@@ -255,7 +257,7 @@ def _widest_stage(work: Work, choice: Choice) -> tuple[float, float]:
     layers[choice.output_rank] += model.output_parameters
     most = max(range(len(layers)), key=layers.__getitem__)
     shared = counts[most] * model.expert_parameters if layout.shares_experts else 0
-    share = model.expert_share(layout.ep)
+    share = expert_share(layout, model.experts)
     return shared * share / layout.tp, (layers[most] - shared) / layout.tp
 
 

@@ -43,10 +43,6 @@ class ModelShape:
         """Of one layer, what a token goes through."""
         return self.block_parameters - self.idle_parameters
 
-    def expert_share(self, ep: int) -> float:
-        """Of the experts, the part that the fullest of ``ep`` ranks that share them out has."""
-        return ceil(self.experts / ep) / self.experts if self.experts else 1.0
-
     @property
     def routed_parameters(self) -> int:
         """Of one layer's experts, what a token goes through."""
