@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest.mock import ANY
 
+import pytest
+
 from elastic_ft.core.scheduling import decide
 from elastic_ft.core.sharing import asks
+from elastic_ft.core.sharing.admission import Walk
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms, Wish
 from elastic_ft.core.sharing.ledger import SharedJob, Sharing, why_waits
 
@@ -105,6 +109,29 @@ def test_equals_never_suspend_one_another() -> None:
     shared.submit("one", 2, 2)
     assert shared.submit("two", 2, 2) == []
     assert "jobs that it may not suspend need 2 of 2 slots" in shared.why("two")
+
+
+def test_who_gives_way_is_not_asked_for_each_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each that waits was held against each that runs: thousands took seconds for one event."""
+    shared = Shared(40, SharingTerms(cooldown_s=30.0))
+    for number in range(20):
+        shared.submit(f"high-{number}", 1, 1, priority=10)
+        shared.submit(f"low-{number}", 1, 1)
+    for number in range(100):
+        shared.submit(f"wide-{number}", 21 + number % 20, 40, priority=5)
+    asked = Counter[str]()
+    gives_way = Walk._gives_way
+
+    def counted(walk: Walk, other: SharedJob, job: SharedJob) -> bool:
+        asked[job.job] += 1
+        return gives_way(walk, other, job)
+
+    monkeypatch.setattr(Walk, "_gives_way", counted)
+    found = shared.submit("urgent", 2, 2, priority=20)
+    assert [type(c) for c in found] == [asks.SuspendJob] * 2
+    assert asked and asked.keys() == {"urgent"}
 
 
 def test_a_quota_is_its_queues_own_and_borrowed_when_idle() -> None:
