@@ -192,6 +192,26 @@ def test_backfill_gives_way() -> None:
     assert "it waited before this one started" in suspended.reason
 
 
+def test_who_gives_way_before_its_start_is_told_is_as_its_event_has_made_it() -> None:
+    """It was as before the event, whose places it went on holding: nobody would release those."""
+    queues = {"own": QueueTerms(quota=8), "lent": QueueTerms(quota=16), "guest": QueueTerms()}
+    shared = Shared(16, SharingTerms(queues, ageing_s=60.0))
+    shared.submit("old", 4, 16, queue="own")
+    shared.submit("all", 16, 16, queue="lent", priority=20)
+    shared.submit("aged", 7, 7, queue="own", priority=5)
+    shared.tell(asks.StopAsked(0.0, "all"))
+    shared.wait(660.0)
+    shared.submit("late", 4, 4, queue="own", priority=7)
+    shared.submit("urgent", 8, 8, queue="guest", priority=15)
+    assert shared.job("old").releasing and sum(shared.targets().values()) == 0
+    # Who owns what changes once the aged one has started: two that were to start as owners borrow.
+    found = shared.tell(asks.JobSuspended(shared.at_s, "old", 1))
+    assert {c.job: type(c) for c in found} == dict.fromkeys(("aged", "urgent"), asks.StartJob)
+    assert shared.targets() == {"old": 0, "aged": 7, "late": 0, "urgent": 8}
+    assert shared.job("old").held == () and not shared.job("old").releasing
+    assert shared.why("old") and shared.job("late").start == 0
+
+
 def test_a_slot_is_free_when_it_was_left() -> None:
     shared = Shared(2)
     shared.submit("one", 1, 2)
