@@ -190,9 +190,6 @@ def _start(
             reserved=(),
             why="",
         )
-        for other in desk.running():
-            if job.job in other.behind:
-                desk.change(other.job, behind=tuple(b for b in other.behind if b != job.job))
     return started
 
 

@@ -38,7 +38,11 @@ class Desk:
         self.commands.append(command)
 
     def settled(self) -> Sharing:
-        """The state that this event has made."""
+        """The state that this event has made. Whose start is told has nobody behind it any more."""
+        started = {each.job for each in self.commands if isinstance(each, asks.StartJob)}
+        for job in self.running():
+            if not started.isdisjoint(job.behind):
+                self.change(job.job, behind=tuple(b for b in job.behind if b not in started))
         return self.jobs.settled(self.state)
 
     def wake(self, at_s: float, reason: str) -> None:
