@@ -181,19 +181,6 @@ def test_nobody_goes_for_who_could_not_start_under_a_ceiling_even_so() -> None:
     assert whole == []  # no node is free as a whole, even without the low one
 
 
-def test_no_node_is_cleared_of_who_uses_what_its_queue_owns_for_who_borrows() -> None:
-    """It went, came first again as its queue's own, and went again: for ever."""
-    shared = Shared(2, SharingTerms({"own": QueueTerms(quota=2), "guest": QueueTerms()}), slots=4)
-    shared.submit("filler", 3, 3, queue="guest")
-    shared.submit("owner", 2, 2, queue="own")
-    assert dict(shared.job("owner").held) == {"n0": 1, "n1": 1}
-    shared.end("filler")
-    assert shared.submit("whole", 1, 1, queue="guest", priority=5, slots_per_worker=4) == []
-    assert "free slots lie apart" in shared.why("whole")
-    shared.end("owner")
-    assert shared.targets() == {"whole": 1}
-
-
 def test_who_is_stopping_waits_for_nothing() -> None:
     shared = Shared(2)
     shared.submit("one", 2, 2)

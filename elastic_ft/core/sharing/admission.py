@@ -51,7 +51,6 @@ class Admission:
     lacks: why, in words.
     later: who has room once it may start: see ``Waiting.later``.
     blocked: how many wait for room: as many as their queue's ceiling lets start, too.
-    own: see ``owners``.
     """
 
     grants: list[SharedJob] = field(default_factory=list)
@@ -61,7 +60,6 @@ class Admission:
     lacks: dict[Alike, str] = field(default_factory=dict)
     later: list[SharedJob] = field(default_factory=list)
     blocked: dict[Alike, int] = field(default_factory=dict)
-    own: Container[JobId] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,7 @@ def owners(
         _, _, number, at = heapq.heappop(heap)
         job = lanes[at].head if at >= 0 else ran[number]
         assert job is not None
-        need, queue = minimum(job), job.wish.queue
+        need, queue = job.least * job.slots, job.wish.queue
         if need <= left[queue]:
             left[queue] -= need
             found.add(job.job)
@@ -186,7 +184,7 @@ class Walk:
         self.running = sorted(running, key=lambda job: (job.rank, -job.number))
         self.used = dict.fromkeys(terms.queues, 0)
         for job in running:
-            self.used[job.wish.queue] += minimum(job)
+            self.used[job.wish.queue] += job.least * job.slots
         self.left = slots - sum(self.used.values())
         self.own = owners(running, waiting, terms)
         self.followers: dict[JobId, list[SharedJob]] = {}  # who started behind whom
@@ -195,10 +193,11 @@ class Walk:
                 self.followers.setdefault(name, []).append(job)
         self.waiting = waiting.with_apart(frozenset(self.followers))
         self.blocked: list[SharedJob] = []
-        self.found = Admission(own=self.own)
+        self.found = Admission()
         self._refused: dict[str | None, int] = {}  # slots, the least by queue; None: of all nodes
         self._in_vain: set[Alike] = set()  # for whom nobody of its queue need go
-        self._givers: dict[str | None, tuple[Givers, Givers]] = {}  # who owns, who borrows
+        # By queue; None: of all. Who uses what its queue owns, and who borrows.
+        self._givers: dict[str | None, tuple[Givers, Givers]] = {}
         self._shed()
 
     def owns(self, job: SharedJob) -> bool:
@@ -236,8 +235,8 @@ class Walk:
         return Lack.ROOM if kind.need > self.left else None
 
     def _answer(self, job: SharedJob, lack: Lack | None) -> None:
-        need = minimum(job)
         if lack is None:
+            need = job.least * job.slots
             self.left -= need
             self.used[job.wish.queue] += need
             self.found.behind[job.job] = tuple(b.job for b in self.blocked[:BEHIND_KEPT])
@@ -246,7 +245,7 @@ class Walk:
         if lack is not Lack.CEILING:
             self.blocked.append(job)
         if lack is not Lack.NODES:
-            of = job.wish.queue if lack is Lack.CEILING else None
+            need, of = minimum(job), job.wish.queue if lack is Lack.CEILING else None
             if of is not None and self._under_ceiling(of) + self._may_give(job, lack) >= need:
                 of = None  # there it would have room
             self._refused[of] = min(need, self._refused.get(of, self.slots))
@@ -275,8 +274,9 @@ class Walk:
         return bool(victims)
 
     def _suspend(self, job: SharedJob, beneficiary: JobId) -> None:
-        self.left += minimum(job)
-        self.used[job.wish.queue] -= minimum(job)
+        need = job.least * job.slots
+        self.left += need
+        self.used[job.wish.queue] -= need
         self.found.victims[job.job] = beneficiary
         self._givers.clear()
         self._in_vain.clear()
@@ -285,11 +285,11 @@ class Walk:
         """As few as will do, the lowest first; none if all of them would not do."""
         if lack is Lack.ROOM:
             return self._fewest(job, lack, minimum(job) - self.left)
-        kind = alike(job.wish)
+        kind, queue = alike(job.wish), job.wish.queue
         if lack is not Lack.CEILING or kind in self._in_vain or len(self._in_vain) >= VAIN_MAX:
             return []
-        room = min(self.left, self._under_ceiling(kind.queue))
-        chosen = self._fewest(job, lack, kind.need - room)
+        lacking = max(minimum(job) - self.left, minimum(job) - self._under_ceiling(queue))
+        chosen = self._fewest(job, lack, lacking)
         if not chosen or self._starts_without(job, chosen):
             return chosen
         self._in_vain.add(kind)

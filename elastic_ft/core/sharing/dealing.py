@@ -12,7 +12,7 @@ placed only where slots are free, and those of workers told to go are not until 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Container
+from collections.abc import Collection
 
 from elastic_ft.core.sharing import admission
 from elastic_ft.core.sharing.asks import JobId, Places, StartJob
@@ -168,7 +168,7 @@ def _start(
         if _fits_ceiling(desk, job, job.least):
             placed = rooms.place_all(job, job.least, _avoided(desk, job))
             if not placed and not releasing:
-                lack = _reserve(desk, rooms, desk.jobs[job.job], started, found.own)
+                lack = _reserve(desk, rooms, desk.jobs[job.job], started)
         if not placed:
             desk.change(job.job, why=f"waits for {plural(job.least)}: {lack}")
             continue
@@ -201,13 +201,7 @@ def _fits_ceiling(desk: Desk, job: SharedJob, workers: int) -> bool:
     return desk.jobs.used_slots(job.wish.queue) + workers * job.slots <= ceiling
 
 
-def _reserve(
-    desk: Desk,
-    rooms: Rooms,
-    job: SharedJob,
-    started: Collection[JobId],
-    own: Container[JobId] | None,
-) -> str:
+def _reserve(desk: Desk, rooms: Rooms, job: SharedJob, started: Collection[JobId]) -> str:
     """Slots enough are free, but not together: the nodes that are nearest to it are cleared.
 
     One job at a time; of a higher priority before another. Returns what it waits for.
@@ -222,8 +216,7 @@ def _reserve(
         job = desk.change(job.job, reserved=_nearest(desk, rooms, job))
     for other in desk.running():
         if other.job not in started:
-            may_stay = own is not None and other.job in own and job.job not in own
-            _clear(desk, other, job, may_stay)
+            _clear(desk, other, job)
     return f"free slots lie apart: {', '.join(job.reserved[:4])} are being cleared for it"
 
 
@@ -245,9 +238,8 @@ def _nearest(desk: Desk, rooms: Rooms, job: SharedJob) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _clear(desk: Desk, other: SharedJob, job: SharedJob, may_stay: bool) -> None:
-    """``other`` leaves the nodes reserved for ``job`` as far as its minimum lets it. ``may_stay``:
-    it uses what its queue owns, and ``job`` would borrow."""
+def _clear(desk: Desk, other: SharedJob, job: SharedJob) -> None:
+    """``other`` leaves the nodes reserved for ``job`` as far as its minimum lets it."""
     there = removed(other.held, other.leaving)
     there = tuple(place for place in there if place[0] in job.reserved)
     if not there:
@@ -260,7 +252,7 @@ def _clear(desk: Desk, other: SharedJob, job: SharedJob, may_stay: bool) -> None
         extra = tuple((node, min(n, more)) for node, n in rest[:1]) if more else ()
         if count(extra) == more:
             desk.shrink_at(other, keep, added(there, extra), why)
-    elif job.wish.priority > other.rank and not may_stay:
+    elif job.wish.priority > other.rank:
         desk.suspend(other, f"suspended: {why}", True)
 
 
