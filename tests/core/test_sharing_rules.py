@@ -145,42 +145,6 @@ def test_a_quota_is_its_queues_own_and_borrowed_when_idle() -> None:
     assert refused == [asks.Refuse("big", "it needs 4 slots at least, queue guest may use 3")]
 
 
-def test_under_its_queues_ceiling_lower_jobs_make_room() -> None:
-    """However urgent it was, it waited until one of them ended."""
-    queues = {"small": QueueTerms(ceiling=4), "other": QueueTerms()}
-    shared = Shared(8, SharingTerms(queues))
-    shared.submit("low", 3, 3, queue="small")
-    shared.submit("equal", 1, 1, queue="small", priority=5)
-    (suspended,) = shared.submit("urgent", 2, 2, queue="small", priority=5)
-    assert isinstance(suspended, asks.SuspendJob) and suspended.job == "low"
-    assert "for urgent (priority 5), which waits for 2 workers" in suspended.reason
-    shared.tell(asks.JobSuspended(shared.at_s, "low", 1))
-    assert shared.targets() == {"low": 0, "equal": 1, "urgent": 2}
-    assert shared.submit("late", 2, 2, queue="small", priority=5) == []  # its equals stay
-    assert "queue small needs 3 of the 4 slots it may" in shared.why("late")
-
-
-def test_nobody_goes_for_who_could_not_start_under_a_ceiling_even_so() -> None:
-    queues = {"small": QueueTerms(ceiling=4), "other": QueueTerms()}
-    shared = Shared(8, SharingTerms(queues))
-    shared.submit("above", 6, 6, queue="other", priority=10)
-    shared.submit("low", 2, 2, queue="small")
-    assert shared.submit("urgent", 4, 4, queue="small", priority=5) == []  # nor are there nodes
-    shared.end("above")
-    owned = Shared(8, SharingTerms(queues | {"small": QueueTerms(quota=2, ceiling=4)}))
-    owned.submit("own", 2, 2, queue="small")
-    owned.submit("lent", 2, 2, queue="small")
-    assert owned.submit("urgent", 4, 4, queue="small", priority=5) == []  # it would borrow
-    apart = Shared(2, SharingTerms(queues), slots=4)
-    apart.submit("filler", 3, 3, queue="other")
-    apart.submit("above", 2, 2, queue="other", priority=10)
-    apart.end("filler")
-    assert dict(apart.job("above").held) == {"n0": 1, "n1": 1}
-    apart.submit("low", 4, 4, queue="small")
-    whole = apart.submit("urgent", 1, 1, queue="small", priority=5, slots_per_worker=4)
-    assert whole == []  # no node is free as a whole, even without the low one
-
-
 def test_who_is_stopping_waits_for_nothing() -> None:
     shared = Shared(2)
     shared.submit("one", 2, 2)

@@ -6,7 +6,7 @@ that fit into what their queue owns come before those that borrow. Each runs wit
 at all. What others have beyond their minima does not stand in its way: that is taken back in place.
 If it does not fit even so, others are suspended for it, but only if it runs then: those that borrow
 what its queue owns; of its own kind, those of a lower rank, and those that started behind it while
-it waited (backfill: they delay nobody). Under its queue's ceiling: those of a lower rank there.
+it waited (backfill: they delay nobody).
 
 Thousands may wait, of few kinds (``ledger.Alike``): once one is refused, the others of its kind are
 not asked, for room only gets less as the walk goes on. Where somebody has to be suspended it gets
@@ -16,23 +16,18 @@ more: then, which is rare, the walk begins again and asks each.
 from __future__ import annotations
 
 import heapq
-import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import accumulate
 
 from elastic_ft.core.sharing.asks import JobId, SharingTerms
-from elastic_ft.core.sharing.giving_way import Givers, fewest, minimum
 from elastic_ft.core.sharing.ledger import Alike, SharedJob, alike
 
 RETRIES_MAX = 4
-VAIN_MAX = 64  # kinds that wait under a ceiling, for whom others are chosen and need not go
 BEHIND_KEPT = 8  # jobs that wait for room, and that a later one gives way to
-
-
-Fits = Callable[[SharedJob, Sequence[SharedJob]], bool]
 
 
 class Lack(Enum):
@@ -164,11 +159,24 @@ def owners(
     return found
 
 
+class Givers:
+    """Slots of the minima of jobs that may have to give way, by rank."""
+
+    def __init__(self, by_rank: Sequence[SharedJob]) -> None:
+        self._ranks = [job.rank for job in by_rank]
+        self._slots = [0, *accumulate(job.least * job.slots for job in by_rank)]
+
+    def all(self) -> int:
+        return self._slots[-1]
+
+    def below(self, rank: int) -> int:
+        return self._slots[bisect_left(self._ranks, rank)]
+
+
 class Walk:
     """The walk along the queue. ``used``: slots by queue, of minima.
 
-    ``holds_ever``: workers of so many slots that all nodes hold. ``fits``: whether a job's minimum
-    does once those others are gone, nodes as they are.
+    ``holds_ever``: workers of so many slots that all nodes hold.
     """
 
     def __init__(
@@ -178,9 +186,8 @@ class Walk:
         slots: int,
         terms: SharingTerms,
         holds_ever: Callable[[int], int],
-        fits: Fits,
     ) -> None:
-        self.terms, self.slots, self.holds_ever, self.fits = terms, slots, holds_ever, fits
+        self.terms, self.slots, self.holds_ever = terms, slots, holds_ever
         self.running = sorted(running, key=lambda job: (job.rank, -job.number))
         self.used = dict.fromkeys(terms.queues, 0)
         for job in running:
@@ -194,10 +201,7 @@ class Walk:
         self.waiting = waiting.with_apart(frozenset(self.followers))
         self.blocked: list[SharedJob] = []
         self.found = Admission()
-        self._refused: dict[str | None, int] = {}  # slots, the least by queue; None: of all nodes
-        self._in_vain: set[Alike] = set()  # for whom nobody of its queue need go
-        # By queue; None: of all. Who uses what its queue owns, and who borrows.
-        self._givers: dict[str | None, tuple[Givers, Givers]] = {}
+        self._givers: tuple[Givers, Givers] | None = None  # who uses what its queue owns, others
         self._shed()
 
     def owns(self, job: SharedJob) -> bool:
@@ -217,7 +221,7 @@ class Walk:
         for part in self._parts():
             for lane, job in in_turn(lanes_of(part), self, part.at_s):
                 lack = self._lack(alike(job.wish))
-                if self._victims(job, lack):
+                if lack is Lack.ROOM and self._victims(job):
                     return False
                 self._answer(job, lack)
                 enough = lack is Lack.CEILING or len(self.blocked) >= BEHIND_KEPT
@@ -228,7 +232,8 @@ class Walk:
         return (self.waiting,) if self.own is None else self.waiting.split(self.own)
 
     def _lack(self, kind: Alike) -> Lack | None:
-        if kind.need > self._under_ceiling(kind.queue):
+        ceiling = self.terms.queues[kind.queue].ceiling
+        if ceiling is not None and self.used[kind.queue] + kind.need > ceiling:
             return Lack.CEILING
         if self.holds_ever(kind.slots) < kind.least:
             return Lack.NODES
@@ -241,14 +246,8 @@ class Walk:
             self.used[job.wish.queue] += need
             self.found.behind[job.job] = tuple(b.job for b in self.blocked[:BEHIND_KEPT])
             self.found.grants.append(job)
-            return
-        if lack is not Lack.CEILING:
+        elif lack is not Lack.CEILING:
             self.blocked.append(job)
-        if lack is not Lack.NODES:
-            need, of = minimum(job), job.wish.queue if lack is Lack.CEILING else None
-            if of is not None and self._under_ceiling(of) + self._may_give(job, lack) >= need:
-                of = None  # there it would have room
-            self._refused[of] = min(need, self._refused.get(of, self.slots))
 
     # ---------------------------------------------------------------------------- one by one
 
@@ -266,10 +265,11 @@ class Walk:
 
     def _ask(self, job: SharedJob) -> bool:
         """Returns whether others had to make room."""
-        kind = alike(job.wish)
-        victims = self._victims(job, self._lack(kind))
-        for victim in victims:
-            self._suspend(victim, job.job)
+        kind, victims = alike(job.wish), list[SharedJob]()
+        if self._lack(kind) is Lack.ROOM:
+            victims = self._victims(job)
+            for victim in victims:
+                self._suspend(victim, job.job)
         self._answer(job, self._lack(kind))
         return bool(victims)
 
@@ -278,74 +278,47 @@ class Walk:
         self.left += need
         self.used[job.wish.queue] -= need
         self.found.victims[job.job] = beneficiary
-        self._givers.clear()
-        self._in_vain.clear()
+        self._givers = None
 
-    def _victims(self, job: SharedJob, lack: Lack | None) -> list[SharedJob]:
+    def _victims(self, job: SharedJob) -> list[SharedJob]:
         """As few as will do, the lowest first; none if all of them would not do."""
-        if lack is Lack.ROOM:
-            return self._fewest(job, lack, minimum(job) - self.left)
-        kind, queue = alike(job.wish), job.wish.queue
-        if lack is not Lack.CEILING or kind in self._in_vain or len(self._in_vain) >= VAIN_MAX:
+        need = job.least * job.slots
+        if self.left + self._may_give(job) < need:
             return []
-        lacking = max(minimum(job) - self.left, minimum(job) - self._under_ceiling(queue))
-        chosen = self._fewest(job, lack, lacking)
-        if not chosen or self._starts_without(job, chosen):
-            return chosen
-        self._in_vain.add(kind)
-        return []
-
-    def _fewest(self, job: SharedJob, lack: Lack, lacking: int) -> list[SharedJob]:
-        if self._may_give(job, lack) < lacking:
+        chosen: list[SharedJob] = []
+        left = self.left
+        for other in self.running:
+            if left >= need:
+                break
+            if other.job not in self.found.victims and self._gives_way(other, job):
+                chosen.append(other)
+                left += other.least * other.slots
+        if left < need:
             return []
-        running = (other for other in self.running if other.job not in self.found.victims)
-        gives_way = self._gives_way if lack is Lack.ROOM else self._gives_way_inside
-        return fewest((other for other in running if gives_way(other, job)), lacking)
+        for other in reversed(list(chosen)):  # the highest first: who need not go stays
+            if left - other.least * other.slots >= need:
+                chosen.remove(other)
+                left -= other.least * other.slots
+        return chosen
 
-    def _starts_without(self, job: SharedJob, chosen: Sequence[SharedJob]) -> bool:
-        """Under its queue's ceiling. Not where what comes free lies apart, nor where those would
-        have it whose turn was before: they have waited for longer than those have who would go."""
-        if self.holds_ever(job.slots) < job.least:
-            return False
-        if job.slots > 1 and (self.found.grants or not self.fits(job, chosen)):
-            return False
-        freed = sum(map(minimum, chosen))
-        room, under = self.left + freed, self._under_ceiling(job.wish.queue) + freed
-        mine, all_nodes = self._refused.get(job.wish.queue), self._refused.get(None)
-        return not (all_nodes and all_nodes <= room) and not (mine and mine <= min(room, under))
-
-    def _under_ceiling(self, queue: str) -> int:
-        ceiling = self.terms.queues[queue].ceiling
-        return sys.maxsize if ceiling is None else ceiling - self.used[queue]
-
-    def _may_give(self, job: SharedJob, lack: Lack) -> int:
-        """Slots of all that give way to it, or more: some may be counted twice. Thousands are asked
-        that too few would give way to."""
-        of, rank = job.wish.queue if lack is Lack.CEILING else None, job.wish.priority
-        if (found := self._givers.get(of)) is None:
-            able = [other for other in self.running if of is None or other.wish.queue == of]
-            able = [other for other in able if other.job not in self.found.victims]
-            own = Givers([other for other in able if self.owns(other)])
-            found = self._givers[of] = own, Givers([o for o in able if not self.owns(o)])
-        own, borrowed = found
-        slots = borrowed.below(rank) + (own.below(rank) if self.owns(job) else 0)
-        if lack is Lack.ROOM:
-            slots += sum(map(minimum, self.followers.get(job.job, ())))
-            slots += borrowed.all() - borrowed.below(rank) if self.owns(job) else 0
-        return slots
+    def _may_give(self, job: SharedJob) -> int:
+        """Slots of all that ``_gives_way`` names, or more: some may be counted twice. Thousands are
+        asked that too few would give way to."""
+        if self._givers is None:
+            left = [other for other in self.running if other.job not in self.found.victims]
+            own = [other for other in left if self.owns(other)]
+            self._givers = Givers(own), Givers([o for o in left if not self.owns(o)])
+        own_slots, borrowed = self._givers
+        slots = sum(other.least * other.slots for other in self.followers.get(job.job, ()))
+        if self.owns(job):
+            return slots + own_slots.below(job.wish.priority) + borrowed.all()
+        return slots + borrowed.below(job.wish.priority)
 
     def _gives_way(self, other: SharedJob, job: SharedJob) -> bool:
         """Who uses what its queue owns comes before who borrows; then rank, then who came first."""
         if self.owns(job) != self.owns(other):
             return self.owns(job)
         return job.wish.priority > other.rank or job.job in other.behind
-
-    def _gives_way_inside(self, other: SharedJob, job: SharedJob) -> bool:
-        """Under their queue's ceiling, to a higher priority alone: who gave way can't come back in
-        the same way."""
-        if other.wish.queue != job.wish.queue or job.wish.priority <= other.rank:
-            return False
-        return self.owns(job) or not self.owns(other)
 
     # ------------------------------------------------------------------------------ in words
 
@@ -408,12 +381,11 @@ def admitted(
     slots: int,
     terms: SharingTerms,
     holds_ever: Callable[[int], int],
-    fits: Fits,
 ) -> Admission:
-    """``holds_ever``, ``fits``: as ``Walk``'s."""
-    walk = Walk(running, waiting, slots, terms, holds_ever, fits)
+    """``holds_ever``: workers of so many slots that all nodes hold."""
+    walk = Walk(running, waiting, slots, terms, holds_ever)
     if not walk.by_kinds():
-        walk = Walk(running, waiting, slots, terms, holds_ever, fits)
+        walk = Walk(running, waiting, slots, terms, holds_ever)
         walk.one_by_one()
     return walk.explain()
 

@@ -71,8 +71,7 @@ def _avoided(desk: Desk, job: SharedJob) -> frozenset[str]:
 
 def _admit(desk: Desk, rooms: Rooms) -> admission.Admission:
     slots, holds_ever = sum(rooms.slots.values()), functools.cache(rooms.holds_ever)
-    running, waiting = desk.running(), desk.waiting()
-    return admission.admitted(running, waiting, slots, desk.terms, holds_ever, rooms.fits)
+    return admission.admitted(desk.running(), desk.waiting(), slots, desk.terms, holds_ever)
 
 
 def _suspend(desk: Desk, victim: JobId, beneficiary: JobId) -> None:

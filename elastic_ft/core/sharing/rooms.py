@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from elastic_ft.core.sharing.asks import Places
 from elastic_ft.core.sharing.ledger import SharedJob, removed
@@ -71,12 +71,3 @@ class Rooms:
     def holds_ever(self, slots_per_worker: int) -> int:
         """Workers of that size for which there is room if nobody else has any."""
         return sum(slots // slots_per_worker for slots in self.slots.values())
-
-    def fits(self, job: SharedJob, without: Sequence[SharedJob]) -> bool:
-        """Its minimum, into what is free once ``without`` are gone."""
-        free = dict(self.free)
-        for other in without:
-            for node, workers in other.held:
-                if node in free:
-                    free[node] += workers * other.slots
-        return sum(max(0, slots) // job.slots for slots in free.values()) >= job.least
