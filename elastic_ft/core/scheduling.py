@@ -106,7 +106,7 @@ def refuses(state: Sharing, event: asks.JobSubmitted, terms: SharingTerms) -> st
         )
     queue = terms.queues.get(wish.queue)
     if queue is None:
-        return f"there is no queue {wish.queue}, but: {', '.join(sorted(terms.queues))}"
+        return f"there is no queue {wish.queue:.100}, but: {', '.join(sorted(terms.queues))}"
     need = wish.least * wish.slots_per_worker
     if queue.ceiling is not None and need > queue.ceiling:
         return f"it needs {need} slots at least, queue {wish.queue} may use {queue.ceiling}"

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,11 @@ class RunReader:
 
     def __init__(self, url: str | Path) -> None:
         self.url = str(url).rstrip("/") or "/"
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        """If it is on a disk of this machine; asked once, for a run may be looked at for days."""
+        return local_path(self.url)
 
     def job(self) -> Job:
         """Raises ConfigError where this is no run folder, or the job is not valid."""
@@ -100,7 +106,7 @@ class RunReader:
         """A file, its segments included; None if there is none. Raises ConfigError where that
         can't be said."""
         try:
-            return _read(self.url, name)
+            return _read(self.url, self._folder, name)
         except ElasticError as error:  # which says what, and where
             raise ConfigError(str(error)) from None
         except OSError as error:
@@ -108,9 +114,8 @@ class RunReader:
             raise ConfigError(f"{self.url}/{name} can't be read: {why}") from None
 
 
-def _read(url: str, name: str) -> bytes | None:
+def _read(url: str, folder: Path | None, name: str) -> bytes | None:
     """Raises OSError, ElasticError."""
-    folder = local_path(url)
     if folder is not None and not (folder / SEGMENTS / name).is_dir():
         return _read_file(folder / name)
     from elastic_ft.observe.segments import read_whole

@@ -56,7 +56,7 @@ class Caller:
     def check_write(self, queue: str) -> None:
         """Raises NotAllowed."""
         if not self.may_write(queue):
-            raise NotAllowed(f"{self.name} may not change jobs of queue {queue}")
+            raise NotAllowed(f"{self.name} may not change jobs of queue {queue:.100}")
 
     def check_writes(self) -> None:
         """Raises NotAllowed where there is nothing that it may change."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 NAMED = "ELASTIC_FT_HANGING_MOUNTS"  # paths, with ":" between them
@@ -21,10 +22,10 @@ OF_SERVERS = (
 )
 OF_THIS_MACHINE = ("fuse.fuse-overlayfs", "fuse.lxcfs")
 STEPS_MAX = 255  # links may lead in circles
-ROOT = Path("/")
+ROOT = "/"
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
-MountTable = Mapping[Path, bool]  # by mount point, whether it can hang
+MountTable = Mapping[str, bool]  # by mount point, whether it can hang
 
 
 def plain_path(url: str) -> Path | None:
@@ -37,37 +38,41 @@ def plain_path(url: str) -> Path | None:
 def can_hang(path: Path) -> bool:
     """Whether it lies on such a file system, links followed. Nothing is asked of one."""
     table = _table()
-    here, rest = ROOT, list(path.absolute().parts[1:])
+    here, rest = ROOT, [*reversed(path.absolute().parts[1:])]
     for _ in range(STEPS_MAX):
-        if _is_in_one(here, table):
+        if table.get(here, False):  # no folder above it can, or this would have ended there
             return True
         if not rest:
             return False
-        name = rest.pop(0)
-        below = here.parent if name == ".." else here / name
-        target = None if _is_in_one(below, table) else _link_at(below)
+        name = rest.pop()
+        below = here.rpartition("/")[0] or ROOT if name == ".." else f"{here.rstrip('/')}/{name}"
+        target = None if table.get(below, False) else _link_at(below)
         if target is None:
             here = below
-        elif target.is_absolute():
-            here, rest = ROOT, [*target.parts[1:], *rest]
         else:
-            rest = [*target.parts, *rest]
+            here = ROOT if target.startswith(ROOT) else here
+            rest += [part for part in reversed(target.split("/")) if part not in ("", ".")]
     return False
 
 
 def _table() -> MountTable:
+    """As it is now."""
+    try:
+        text = MOUNTS.read_text(errors="surrogateescape")
+    except OSError:  # another system than Linux: what is named counts
+        text = ""
+    return _parsed(text, os.environ.get(NAMED, ""))
+
+
+@lru_cache(maxsize=2)  # it is asked for many times a second, and seldom changes
+def _parsed(text: str, named: str) -> MountTable:
     """The newest mount at a place hides others. Where the root itself comes from a server nothing
     could go on without it, Python neither: it counts as a disk of the machine."""
-    try:
-        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
-    except OSError:  # another system than Linux: what is named counts
-        lines = []
     table = {ROOT: False}
-    for line in lines:
+    for line in text.splitlines():
         _, point, kind, *_ = line.split(" ")
-        table[Path(_decoded(point))] = _is_of_a_server(kind) and point != str(ROOT)
-    named = filter(None, os.environ.get(NAMED, "").split(":"))
-    return table | dict.fromkeys(map(Path, named), True)
+        table[str(Path(_decoded(point)))] = _is_of_a_server(kind) and point != ROOT
+    return table | {str(Path(path)): True for path in named.split(":") if path}
 
 
 def _is_of_a_server(kind: str) -> bool:
@@ -79,14 +84,8 @@ def _decoded(point: str) -> str:
     return _OCTAL.sub(lambda found: chr(int(found[1], 8)), point)
 
 
-def _is_in_one(path: Path, table: MountTable) -> bool:
-    while path not in table:
-        path = path.parent
-    return table[path]
-
-
-def _link_at(path: Path) -> Path | None:
+def _link_at(path: str) -> str | None:
     try:
-        return path.readlink()
+        return os.readlink(path)  # noqa: PTH115  # pathlib takes twice the time
     except OSError:  # no link, or not there yet
         return None

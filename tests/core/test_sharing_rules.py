@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest.mock import ANY
 
+import pytest
+
 from elastic_ft.core.scheduling import decide
 from elastic_ft.core.sharing import asks
+from elastic_ft.core.sharing.admission import Walk
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms, Wish
 from elastic_ft.core.sharing.ledger import SharedJob, Sharing, why_waits
 
@@ -107,6 +111,29 @@ def test_equals_never_suspend_one_another() -> None:
     assert "jobs that it may not suspend need 2 of 2 slots" in shared.why("two")
 
 
+def test_who_gives_way_is_not_asked_for_each_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each that waits was held against each that runs: thousands took seconds for one event."""
+    shared = Shared(40, SharingTerms(cooldown_s=30.0))
+    for number in range(20):
+        shared.submit(f"high-{number}", 1, 1, priority=10)
+        shared.submit(f"low-{number}", 1, 1)
+    for number in range(100):
+        shared.submit(f"wide-{number}", 21 + number % 20, 40, priority=5)
+    asked = Counter[str]()
+    gives_way = Walk._gives_way
+
+    def counted(walk: Walk, other: SharedJob, job: SharedJob) -> bool:
+        asked[job.job] += 1
+        return gives_way(walk, other, job)
+
+    monkeypatch.setattr(Walk, "_gives_way", counted)
+    found = shared.submit("urgent", 2, 2, priority=20)
+    assert [type(c) for c in found] == [asks.SuspendJob] * 2
+    assert asked and asked.keys() == {"urgent"}
+
+
 def test_a_quota_is_its_queues_own_and_borrowed_when_idle() -> None:
     queues = {"own": QueueTerms(quota=2), "guest": QueueTerms(quota=0, ceiling=3)}
     shared = Shared(4, SharingTerms(queues))
@@ -163,6 +190,26 @@ def test_backfill_gives_way() -> None:
     (suspended,) = shared.end("half")
     assert isinstance(suspended, asks.SuspendJob) and suspended.job == "small"
     assert "it waited before this one started" in suspended.reason
+
+
+def test_who_gives_way_before_its_start_is_told_is_as_its_event_has_made_it() -> None:
+    """It was as before the event, whose places it went on holding: nobody would release those."""
+    queues = {"own": QueueTerms(quota=8), "lent": QueueTerms(quota=16), "guest": QueueTerms()}
+    shared = Shared(16, SharingTerms(queues, ageing_s=60.0))
+    shared.submit("old", 4, 16, queue="own")
+    shared.submit("all", 16, 16, queue="lent", priority=20)
+    shared.submit("aged", 7, 7, queue="own", priority=5)
+    shared.tell(asks.StopAsked(0.0, "all"))
+    shared.wait(660.0)
+    shared.submit("late", 4, 4, queue="own", priority=7)
+    shared.submit("urgent", 8, 8, queue="guest", priority=15)
+    assert shared.job("old").releasing and sum(shared.targets().values()) == 0
+    # Who owns what changes once the aged one has started: two that were to start as owners borrow.
+    found = shared.tell(asks.JobSuspended(shared.at_s, "old", 1))
+    assert {c.job: type(c) for c in found} == dict.fromkeys(("aged", "urgent"), asks.StartJob)
+    assert shared.targets() == {"old": 0, "aged": 7, "late": 0, "urgent": 8}
+    assert shared.job("old").held == () and not shared.job("old").releasing
+    assert shared.why("old") and shared.job("late").start == 0
 
 
 def test_a_slot_is_free_when_it_was_left() -> None:

@@ -61,6 +61,7 @@ def ask(
         (WHOLE % b'"request": ""', 422, "request: expected a text of 1 to 100"),
         (WHOLE % b'"request": 0', 422, "request: expected a text of 1 to 100"),
         (WHOLE % b'"queue": []', 422, "queue: expected a name"),
+        (WHOLE % (b'"queue": "%s"' % (b"q" * 5000)), 422, "there is no queue qqq"),
         (WHOLE % b'"priority": true', 422, "priority: expected a whole number"),
         (b'{"job": "a: &a [*a]"}', 422, "job: more than"),
         (b'{"job": "a: !!python/object:os.system x"}', 422, "job: not YAML: line 1"),

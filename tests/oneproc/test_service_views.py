@@ -193,3 +193,17 @@ def test_what_was_told_of_one_machine_is_untold_of_another_whose_name_begins_so(
     (tmp_path / "b" / name).write_text("of the first\n" * 9)
     assert reader.read(sight) == [{"who": "w1", "text": "of the first"}] * 9
     assert reader.read(sight) == []
+
+
+def test_a_look_at_a_job_asks_nothing_again_of_where_its_folder_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read the table of mounts, five times a second: that was most of what a job cost."""
+    story = JobStory(str(tmp_path))
+    story.look()
+    asked = "elastic_ft.observe.lines.can_hang"
+    monkeypatch.setattr(asked, lambda path: pytest.fail(f"{path} was asked for"))
+    (tmp_path / "events.jsonl").write_text('{"event": "x", "generation": 1, "seq": 0}\n')
+    (tmp_path / "result.json").write_text('{"status": "completed"}')
+    story.look()
+    assert story.seq == 0 and story.result["status"] == "completed" and not story.trouble

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import accumulate
 
 from elastic_ft.core.sharing.asks import JobId, SharingTerms
 from elastic_ft.core.sharing.ledger import Alike, SharedJob, alike
@@ -158,6 +159,20 @@ def owners(
     return found
 
 
+class Givers:
+    """Slots of the minima of jobs that may have to give way, by rank."""
+
+    def __init__(self, by_rank: Sequence[SharedJob]) -> None:
+        self._ranks = [job.rank for job in by_rank]
+        self._slots = [0, *accumulate(job.least * job.slots for job in by_rank)]
+
+    def all(self) -> int:
+        return self._slots[-1]
+
+    def below(self, rank: int) -> int:
+        return self._slots[bisect_left(self._ranks, rank)]
+
+
 class Walk:
     """The walk along the queue. ``used``: slots by queue, of minima.
 
@@ -179,10 +194,14 @@ class Walk:
             self.used[job.wish.queue] += job.least * job.slots
         self.left = slots - sum(self.used.values())
         self.own = owners(running, waiting, terms)
-        self.given_way = frozenset(name for job in running for name in job.behind)
-        self.waiting = waiting.with_apart(self.given_way)
+        self.followers: dict[JobId, list[SharedJob]] = {}  # who started behind whom
+        for job in running:
+            for name in job.behind:
+                self.followers.setdefault(name, []).append(job)
+        self.waiting = waiting.with_apart(frozenset(self.followers))
         self.blocked: list[SharedJob] = []
         self.found = Admission()
+        self._givers: tuple[Givers, Givers] | None = None  # who uses what its queue owns, others
         self._shed()
 
     def owns(self, job: SharedJob) -> bool:
@@ -259,11 +278,12 @@ class Walk:
         self.left += need
         self.used[job.wish.queue] -= need
         self.found.victims[job.job] = beneficiary
+        self._givers = None
 
     def _victims(self, job: SharedJob) -> list[SharedJob]:
         """As few as will do, the lowest first; none if all of them would not do."""
         need = job.least * job.slots
-        if not self._may_have_victims(job):
+        if self.left + self._may_give(job) < need:
             return []
         chosen: list[SharedJob] = []
         left = self.left
@@ -281,12 +301,18 @@ class Walk:
                 left -= other.least * other.slots
         return chosen
 
-    def _may_have_victims(self, job: SharedJob) -> bool:
-        if not self.running:
-            return False
-        lower = job.wish.priority > self.running[0].rank
-        borrowed = self.owns(job) and any(not self.owns(other) for other in self.running)
-        return lower or borrowed or job.job in self.given_way
+    def _may_give(self, job: SharedJob) -> int:
+        """Slots of all that ``_gives_way`` names, or more: some may be counted twice. Thousands are
+        asked that too few would give way to."""
+        if self._givers is None:
+            left = [other for other in self.running if other.job not in self.found.victims]
+            own = [other for other in left if self.owns(other)]
+            self._givers = Givers(own), Givers([o for o in left if not self.owns(o)])
+        own_slots, borrowed = self._givers
+        slots = sum(other.least * other.slots for other in self.followers.get(job.job, ()))
+        if self.owns(job):
+            return slots + own_slots.below(job.wish.priority) + borrowed.all()
+        return slots + borrowed.below(job.wish.priority)
 
     def _gives_way(self, other: SharedJob, job: SharedJob) -> bool:
         """Who uses what its queue owns comes before who borrows; then rank, then who came first."""

@@ -173,6 +173,7 @@ def _start(
             continue
         rank = job.aged(desk.at_s, desk.terms.ageing_s)
         waited_s = job.waited_s + max(0.0, desk.at_s - job.waits_since_s)
+        desk.unstarted[job.job] = desk.jobs[job.job]
         started[job.job] = desk.change(
             job.job,
             phase="starting",
@@ -188,9 +189,6 @@ def _start(
             reserved=(),
             why="",
         )
-        for other in desk.running():
-            if job.job in other.behind:
-                desk.change(other.job, behind=tuple(b for b in other.behind if b != job.job))
     return started
 
 

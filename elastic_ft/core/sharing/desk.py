@@ -13,12 +13,18 @@ from elastic_ft.core.sharing.waiting_line import JobsNow
 
 
 class Desk:
+    """Attributes:
+    unstarted: jobs whose start this event has decided on, as they were before that.
+    barred: of those, who gave way again: not in this event.
+    """
+
     def __init__(self, state: Sharing, terms: asks.SharingTerms, at_s: float) -> None:
         self.state, self.terms, self.at_s = state, terms, at_s
         self.jobs = JobsNow(state)
         self.commands: list[asks.SharingCommand] = []
         self.wakes: list[tuple[float, str]] = []
-        self.barred: set[asks.JobId] = set()  # was about to start, and gave way: not in this event
+        self.unstarted: dict[asks.JobId, SharedJob] = {}
+        self.barred: set[asks.JobId] = set()
 
     def do(self, command: asks.SharingCommand) -> None:
         """What one event makes of a job's size is one command; its suspension makes it none."""
@@ -32,7 +38,11 @@ class Desk:
         self.commands.append(command)
 
     def settled(self) -> Sharing:
-        """The state that this event has made."""
+        """The state that this event has made. Whose start is told has nobody behind it any more."""
+        started = {each.job for each in self.commands if isinstance(each, asks.StartJob)}
+        for job in self.running():
+            if not started.isdisjoint(job.behind):
+                self.change(job.job, behind=tuple(b for b in job.behind if b not in started))
         return self.jobs.settled(self.state)
 
     def wake(self, at_s: float, reason: str) -> None:
@@ -95,9 +105,7 @@ class Desk:
         """``first``: it will come first among its equals."""
         if (start := self._unsent(job.job)) is not None:
             self.commands.remove(start)
-            self.jobs[job.job] = self.state.jobs.get(job.job) or replace(
-                job, phase="queued", target=0, held=(), leaving=(), behind=(), start=0
-            )
+            self.jobs[job.job] = self.unstarted[job.job]
             self.barred.add(job.job)
             return
         told = (c for c in self.commands if isinstance(c, asks.ResizeJob) and c.job == job.job)
