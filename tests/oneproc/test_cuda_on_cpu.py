@@ -358,7 +358,7 @@ def test_a_snapshot_waits_for_what_was_queued_and_uses_one_stream(
             "model.w": StateTensor((4, 3), Box.whole((4, 3)), torch.empty(4, 3, device="cuda")),
             "model.b": StateTensor((5,), Box.whole((5,)), torch.empty(5, device="cuda"), True),
         }
-        shard: Any = SimpleNamespace(state=lambda: state)
+        shard: Any = SimpleNamespace(parts=lambda: [tensor.local for tensor in state.values()])
         for _ in range(2):
             source = snapshot._Source(state)
             assert source.state["model.w"].local is state["model.w"].local
@@ -387,7 +387,7 @@ def test_a_snapshot_that_breaks_off_leaves_no_copy_under_way(
     snapshot.copy_stream.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {"model.w": StateTensor((4,), Box.whole((4,)), torch.empty(4, device="cuda"))}
-        shard: Any = SimpleNamespace(state=lambda: state)
+        shard: Any = SimpleNamespace(parts=lambda: [tensor.local for tensor in state.values()])
         source = snapshot._Source(state)
         with pytest.raises(RuntimeError, match="the last of them"):
             source.copy_to(shard)
