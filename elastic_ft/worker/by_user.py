@@ -258,9 +258,11 @@ class ByUser:
     def _given(self, loop: Loop, item: Dealt | Step | Ended) -> Iterator[Handed]:
         """To the user's thread, until it wants more than an errand; or not, where it has nothing to
         do between two steps."""
-        is_last = isinstance(item, Ended) or loop.pausing or loop.stopping or self.is_over
-        if not is_last and self._own.goes_on is not None and self._own.goes_on(item):
-            return
+        goes_on = self._own.goes_on
+        if goes_on is not None and not isinstance(item, Ended):
+            is_last = loop.pausing or loop.stopping or self.is_over
+            if not is_last and goes_on(item):
+                return
         outside = loop.tools.points.outside
         with outside():
             yield item
