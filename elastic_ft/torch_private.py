@@ -174,7 +174,7 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def page_locked(batch: Any, device: torch.device) -> Any:
-    """As a DataLoader's ``pin_memory``: ``batch`` in memory from which copies to ``device`` overlap.
+    """As by a DataLoader's ``pin_memory``: ``batch`` where copies to ``device`` overlap.
 
     Raises RuntimeError where what is in it can't be, as what is on a device already.
     """

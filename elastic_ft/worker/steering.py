@@ -4,8 +4,8 @@ The user's thread resumes the training thread, and waits until that yields: the 
 step (``Dealt``), that it is handed over (``MakeHere``) to be made there, that it is
 made (``step.Step``), an errand's result (``Done``), or that there are no more (``Ended``). Never do
 both run. Where nothing of the script's lies between two steps (``Steering.goes_on``), the training
-thread goes on by itself. When a generation breaks, what comes next is ``Dealt`` again: the same step, of the next
-generation.
+thread goes on by itself. When a generation breaks, what comes next is ``Dealt`` again: the same
+step, of the next generation.
 """
 
 from __future__ import annotations
