@@ -160,7 +160,8 @@ class Context(BeforeSteps):
                 item = self._next()
                 if isinstance(item, Step):
                     return item if own.result is None else own.result
-                if self._dealt is None:  # after steps that this thread has not seen
+                if self._is_ahead:  # of a later step, or the end: this one is made
+                    self._is_ahead = False
                     return self._check_ended(item)
 
         return made
@@ -208,7 +209,7 @@ class Context(BeforeSteps):
                 for batch in given:
                     made(as_batch(batch))
             finally:
-                own.goes_on = None
+                own.goes_on, self._is_ahead = None, False
             if given is not prepared:
                 self._check_through()
             return function
@@ -362,7 +363,7 @@ class Context(BeforeSteps):
         if item is None:
             raise self._released()
         if isinstance(item, Step):
-            self._dealt, self.latest = None, item
+            self._dealt, self.latest, self._is_ahead = None, item, False
             self._forgotten.look(item.number, self._steering("step"))
         elif isinstance(item, Ended):
             self._ended = True

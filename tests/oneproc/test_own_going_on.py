@@ -13,15 +13,20 @@ from elastic_ft.worker.step import Step
 from tests.oneproc.test_own_context import context
 
 
-def steps_by_themselves(ctx: Context, broken: int = 0, interrupted: int = 0) -> list[Any]:
+def steps_by_themselves(
+    ctx: Context, broken: int = 0, interrupted: int = 0, away: range = range(0)
+) -> list[Any]:
     """Has the worker go on as the training thread does, where nobody need see the step: returns
     what is given to the script's thread. After step ``broken`` another generation deals the next;
-    Ctrl-C comes in step ``interrupted``."""
+    Ctrl-C comes in step ``interrupted``; others make the steps ``away``."""
     own, deal, given, generations = ctx._steering("a test"), ctx.worker.next_item, [], [1]
 
     def items() -> Any:
         while True:
             item = deal()
+            if isinstance(item, Dealt) and item.running.number in away:
+                generations.append(3)
+                continue
             if isinstance(item, Dealt):
                 yield replace(item, generation=generations[-1])
                 assert own.body is not None
@@ -85,3 +90,17 @@ def test_a_training_that_is_ended_meanwhile_is_left() -> None:
     ctx.each(loader, whole=True)(lambda batch: None)
     assert isinstance(given[-1], Ended) and numbers_of(given, Step) == [1, 2, 4]
     assert ctx.latest is not None and ctx.latest.number == 6
+
+
+def test_who_was_away_as_an_epoch_ended_goes_on_in_that_of_the_others() -> None:
+    ctx, loader = context(last=24)
+    steps_by_themselves(ctx, away=range(6, 15))
+    seen = list[tuple[int, int, int]]()
+    for epoch in ctx.epochs(2, steps=12):
+
+        @ctx.each(loader, whole=True, enumerated=True)
+        def train_step(place: int, batch: Any, epoch: int = epoch) -> None:
+            seen.append((epoch, place, batch.number))
+
+    assert seen[:6] == [*((0, n - 1, n) for n in range(1, 6)), (1, 2, 15)]
+    assert seen[6:] == [(1, n - 13, n) for n in range(16, 25)]
