@@ -116,6 +116,7 @@ class HostShard:
         laid = self.buffer.laid
         if laid.schema != self.schema:
             laid.schema, laid.parts = self.schema, [self._part(slot) for slot in self.schema]
+        self.schema = laid.schema  # the same object is compared at once
         return laid.parts
 
     def _tensor(self, slot: Slot) -> StateTensor:
