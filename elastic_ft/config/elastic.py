@@ -92,7 +92,7 @@ class SnapshotConfig(Section):
     """Of sharded layouts, to host memory and to buddies."""
 
     every_steps: Count | Literal["auto"] = "auto"  # auto: by measured cost
-    max_cost: float = Field(0.003, gt=0, lt=1)  # auto: share of the step time
+    max_cost: float = Field(0.01, gt=0, lt=1)  # auto: share of the step time
     max_steps: Count = 50  # auto: at most; what a failure may make redo
     copies: int = Field(Policy.copies, ge=1, le=8)  # of each shard, on as many nodes
     # Ray node label of what fails together: a rack, a zone. Or several, the outermost first.
