@@ -191,16 +191,9 @@ class Context(BeforeSteps):
             if is_another(over, prepared):
                 go_over(over, enumerated, function)
                 return function
-            body = body_of(function, enumerated, prepared.is_drawn and not whole)
-
-            def make(batch: Batch) -> None:
-                place = self._span.place(batch.number) if self._span else batch.number - 1
-                if whole:
-                    body(place, batch)
-                    return
-                self._turn = MicroTurns(batch, own.engine.gradients_seen)
-                self._turn.run(functools.partial(body, place))
-
+            make = self._maker(
+                body_of(function, enumerated, prepared.is_drawn and not whole), whole
+            )
             self._forgotten.begin(function, own.kept)
             made, self._is_ahead = self.step(make), False
             if given is prepared:  # no line of the script's lies between two steps
@@ -216,10 +209,27 @@ class Context(BeforeSteps):
 
         return run
 
+    def _maker(self, body: Callable[[int, Any], None], whole: bool) -> Callable[[Batch], None]:
+        """What makes a step of ``each``. ``body`` takes the batch's number and, but for ``whole``,
+        each of its micro-batches."""
+        own = self._steering("each")
+
+        def make(batch: Batch) -> None:
+            place = self._span.place(batch.number) if self._span else batch.number - 1
+            if whole:
+                body(place, batch)
+                return
+            self._turn = MicroTurns(batch, own.engine.gradients_seen)
+            self._turn.run(functools.partial(body, place))
+
+        return make
+
     def _goes_on(self, make: Callable[[Batch], None], item: Dealt | Step) -> bool:
         """In the training thread: whether the script's, to which ``item`` would go, needs not wake,
         as all that it would do is to ask for the next batch, and to have ``make`` make its step."""
         if self._interrupts.has_come:
+            return False
+        if item.generation != self._told:  # who was left behind tells the script nothing
             return False
         own = self._steering("each")
         if isinstance(item, Step):
@@ -229,7 +239,7 @@ class Context(BeforeSteps):
                 self._dealt, self.latest = None, item
                 own.at.ask()
             return self._is_ahead
-        if not self._is_ahead or item.generation != self._told:
+        if not self._is_ahead:
             return False
         self._dealt = item
         self._given += self._span is None

@@ -158,7 +158,7 @@ class PageLocked:
     def __call__(self, batch: Any) -> Any:
         try:
             return torch_private.page_locked(batch, self._device)
-        except RuntimeError as error:  # it is on a device already, or there is no room
+        except Exception as error:  # no room, on a device already, a type that is not made so
             if not self._has_told:
                 log.warning("batches are not page-locked: %s", one_line(error))
             self._has_told = True
