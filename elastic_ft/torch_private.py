@@ -176,8 +176,8 @@ def unpin(memory: torch.Tensor) -> None:
 def page_locked(batch: Any, device: torch.device) -> Any:
     """As by a DataLoader's ``pin_memory``: ``batch`` where copies to ``device`` overlap.
 
-    Raises RuntimeError where what is in it can't be, as what is on a device already; and what a type
-    of the user's raises as it is copied.
+    Raises RuntimeError where what is in it can't be, as what is on a device already; and what types
+    of the user's raise as they are copied.
     """
     with torch.cuda.device(device):
         return torch.utils.data._utils.pin_memory.pin_memory(batch)
