@@ -7,7 +7,8 @@ are taken, in windows. Longer samples make longer steps: what a step costs on to
 
 What is counted is what the kernel says that a worker's process, all of its threads, has run: that
 holds on a shared machine where wall clock does not. Printed are min, median and max of ms per step
-and worker, and the median and min-max of the ratio (torchrun's to ours) over rounds, of medians.
+and worker, and the median and min-max of the ratio (torchrun's to ours) over rounds, of medians: of
+processor time, and of wall clock, which counts where nothing else runs.
 """
 
 from __future__ import annotations
@@ -129,17 +130,21 @@ def _told(folder: Path) -> list[list[dict[str, Any]]]:
 def shown(found: list[dict[str, Any]], strategy: str, length: int) -> str:
     lines, name = [], f"{strategy}, {length} tokens,"
     found = [f for f in found if (f["strategy"], f["length"]) == (strategy, length)]
-    medians: dict[str, list[float]] = {}
     for system in SYSTEMS:
         mine = [f for f in found if f["system"] == system]
-        for what in ("cpu_ms", "thread_ms"):
+        for what in ("cpu_ms", "thread_ms", "wall_ms"):
             values = [v for f in mine for v in f[what]]
             low, middle, high = min(values), statistics.median(values), max(values)
             lines.append(f"{name} {system} {what}: {middle:.2f} ({low:.2f}-{high:.2f})")
-        medians[system] = [statistics.median(f["cpu_ms"]) for f in mine]
-    ratios = [a / b for a, b in zip(*(medians[s] for s in SYSTEMS), strict=True)]
-    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-    return "\n".join([*lines, f"{name} ratio: {middle:.3f} ({low:.3f}-{high:.3f})"])
+    for what in ("cpu_ms", "wall_ms"):
+        of_system = [
+            [statistics.median(f[what]) for f in found if f["system"] == system]
+            for system in SYSTEMS
+        ]
+        ratios = [a / b for a, b in zip(*of_system, strict=True)]
+        low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+        lines.append(f"{name} ratio of {what}: {middle:.3f} ({low:.3f}-{high:.3f})")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -173,6 +173,16 @@ def unpin(memory: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
+def page_locked(batch: Any, device: torch.device) -> Any:
+    """As by a DataLoader's ``pin_memory``: ``batch`` where copies to ``device`` overlap.
+
+    Raises RuntimeError where what is in it can't be, as what is on a device already; and what types
+    of the user's raise as they are copied.
+    """
+    with torch.cuda.device(device):
+        return torch.utils.data._utils.pin_memory.pin_memory(batch)
+
+
 def empty_host_cache() -> None:
     """Gives back what torch has page-locked and no tensor uses any more: it keeps that for others
     of the same size, and ``torch.cuda.empty_cache`` leaves it."""

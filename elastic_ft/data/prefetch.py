@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from elastic_ft.core.batches import SampleIds
@@ -60,17 +61,19 @@ class Prefetcher:
         draws: Draws | None = None,
         reads: Callable[[], int] = lambda: 0,
         others: Readers | None = None,
+        finish: Callable[[Any], Any] | None = None,
     ) -> None:
         """``draws``: of a dataset that may draw from the global generators. One that does is read
         while ``get`` waits for it, and at no other time. ``reads``: grows while a stream passes
         over samples. ``others``: read instead of this process, whatever draws; they end with it.
+        ``finish``: what to make of each micro-batch, in a background thread.
         """
         self._dataset = dataset
         self._collate = dataset.collate
         self._draws, self._waiting, self._gets = draws, False, 0
         if draws is not None and hasattr(dataset, "seeded_by"):  # a stream: it reads others, too
             dataset.seeded_by(draws.begin)
-        self._reads, self._others = reads, others
+        self._reads, self._others, self._finish = reads, others, finish
         self._readers = others.readers if others is not None else [self._read]
         self._reading: set[tuple[int, SampleIds]] = set()
         self._delivered: tuple[int, list[SampleIds]] = (0, [])
@@ -252,7 +255,10 @@ class Prefetcher:
     def _load(self, key: tuple[int, SampleIds], read: Callable[[SampleIds], Loaded]) -> None:
         version, failed, loaded = self._version, dict[Any, Exception](), dict[Any, Loaded]()
         try:
-            loaded[key] = read(key[1])
+            found = read(key[1])
+            if self._finish is not None:
+                found = replace(found, data=self._finish(found.data))
+            loaded[key] = found
         except Exception as error:  # the user's dataset may raise anything; get() raises it
             failed[key] = error
         with self._changed:

@@ -131,14 +131,20 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return found | {name: getattr(owner, name) for name in _slots(owner) if hasattr(owner, name)}
 
 
-def _slots(owner: Any) -> list[str]:
+def _slots(owner: Any) -> tuple[str, ...]:
     """Names of its attributes that are in no dictionary."""
-    return [
+    return _slots_of(type(owner))
+
+
+@functools.lru_cache(FOUND_MAX)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """It goes through all that the class has, and is asked for in each step."""
+    return tuple(
         name
-        for kind in type(owner).__mro__
-        for name, place in vars(kind).items()
+        for base in kind.__mro__
+        for name, place in vars(base).items()
         if isinstance(place, types.MemberDescriptorType)
-    ]
+    )
 
 
 def _walk(owner: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:

@@ -67,6 +67,7 @@ def _check(is_reduced: bool) -> None:
         )
 
 
+@torch.no_grad()
 def squares_of_shards(
     gradients: Sequence[torch.Tensor], layout: Layout, tied: TiedWeight | None, device: torch.device
 ) -> float:
@@ -89,6 +90,7 @@ def _copies(gradient: torch.Tensor, ranks: int, tied: TiedWeight | None) -> int:
     return ranks // math.prod(cuts)
 
 
+@torch.no_grad()
 def scale(gradients: Sequence[torch.Tensor], norm: float, ratio: float, clip: float | None) -> None:
     """To ``ratio`` of what they are, and clipped; ``norm``: once they are scaled."""
     factor = ratio * (min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0)

@@ -65,7 +65,7 @@ def seed_all_for(seed: int, step: int, micro_batch: int) -> None:
     seed_for(seed, step, micro_batch)
     value = torch.default_generator.initial_seed()
     random.seed(value)
-    np.random.seed([value & 0xFFFFFFFF, value >> 32])
+    np.random.seed((value ^ value >> 32) & 0xFFFFFFFF)  # of a list it takes six times as long
 
 
 class FirstGradients:
@@ -130,7 +130,7 @@ class TermCounts:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's, of a DTensor; of any other, all."""
+    """This rank's, of a DTensor; of any other, all. Of many under no_grad: there it costs least."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -101,6 +101,8 @@ class OwnState:
         room for."""
         is_first = not self.tensors
         kept, large = self._read()
+        if not is_first and kept == self._kept and not (large or self._ahead):
+            return  # nothing has changed
         self._kept, self._ahead = kept, None
         self._sums = [_checksum(packed) for packed in kept.values()]
         self._seen = {name: (tensor, _version(tensor)) for name, tensor in large.items()}
@@ -260,7 +262,10 @@ def _pack(
             return msgpack.ExtType(NUMPY, _packed_tensor(torch.from_numpy(value.copy())).data)
         if isinstance(value, Mapping):
             if all(type(key) is str for key in value):
-                return {key: plain(f"{path}.{key}", item) for key, item in value.items()}
+                return {
+                    key: item if type(item) in SCALARS else plain(f"{path}.{key}", item)
+                    for key, item in value.items()
+                }
             pairs = [[_plain_key(k), plain(f"{path}.{k}", item)] for k, item in value.items()]
             return msgpack.ExtType(PAIRS, msgpack.packb(pairs, strict_types=True))
         if type(value) is tuple:
@@ -276,6 +281,9 @@ def _pack(
         )
 
     return bytes(msgpack.packb(plain(f"user.{name}", value), strict_types=True))
+
+
+SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def _scalar(value: Any) -> Any:

@@ -7,6 +7,7 @@ anything. It counts none of a DTensor's: of those a few elements are looked at.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import NoReturn
 
 import torch
@@ -46,10 +47,12 @@ def check_untouched(told: Versions) -> None:
             _refuse()
 
 
+@torch.no_grad()
 def probe(parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
     """Some elements of the largest gradients' parts here, as bytes: clipping changes them all."""
-    parts = [local_part(p.grad).detach().reshape(-1) for p in parameters if p.grad is not None]
-    largest = sorted(parts, key=torch.Tensor.numel, reverse=True)[:PROBED_TENSORS]
+    known = [p.grad for p in parameters if p.grad is not None]
+    parts = map(local_part, sorted(known, key=torch.Tensor.numel, reverse=True))  # as asked for
+    largest = islice((part.reshape(-1) for part in parts if part.numel()), PROBED_TENSORS)
     some = [part[:: max(1, part.numel() // PROBED_ELEMENTS)].clone() for part in largest]
     return torch.cat([piece.view(torch.uint8) for piece in some]) if some else None
 

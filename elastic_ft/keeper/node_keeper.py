@@ -280,8 +280,8 @@ class NodeKeeper:
             if segment is None:
                 return  # freed before
             if isinstance(message, protocol.Sealed):
-                segment.holding, segment.schema = message.holding, message.schema
-                segment.verified = False
+                segment.holding, segment.verified = message.holding, False
+                segment.schema = segment.schema if message.schema is None else message.schema
                 owner.note(message.record)
             else:
                 segment.holding = None

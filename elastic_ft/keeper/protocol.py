@@ -52,13 +52,13 @@ class Unseal:
 class Sealed:
     """The buffer holds this shard, digest included. No answer.
 
-    ``record``: of the steps up to that one that this worker has not told yet: when the controller
-    is killed, nobody else may know of them.
+    ``schema``: None: it lies there as the one before. ``record``: of the steps up to that one that
+    this worker has not told yet: when the controller is killed, nobody else may know of them.
     """
 
     path: str
     holding: Holding
-    schema: Schema
+    schema: Schema | None
     record: tuple[RecordStep, ...] = ()
 
 

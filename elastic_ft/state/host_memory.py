@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from elastic_ft.core.assignment import Holding
+from elastic_ft.core.commands import RecordStep
 from elastic_ft.errors import one_line
+from elastic_ft.keeper.buffer import Schema
 from elastic_ft.keeper.keeper_client import KeeperClient, KeeperGone, KeeperRefused
 from elastic_ft.keeper.protocol import Free, Sealed, Unseal
 from elastic_ft.state.host_shards import Buffer
@@ -133,6 +136,20 @@ class HostMemory:
                 if buffer.locked:
                     unpin(buffer.capacity)
                 self.tell(buffer, Free(buffer.path))
+
+    def tell_sealed(
+        self,
+        buffer: Buffer,
+        holding: Holding,
+        schema: Schema,
+        record: tuple[RecordStep, ...] = (),
+    ) -> bool:
+        """As ``tell``, that ``buffer`` holds a shard. How it lies there is said where it is new."""
+        laid = buffer.laid
+        known = laid.told == schema
+        told = self.tell(buffer, Sealed(buffer.path, holding, None if known else schema, record))
+        laid.told = schema if told else None
+        return told
 
     def tell(self, buffer: Buffer, message: Unseal | Sealed | Free) -> bool:
         """Whether the keeper whose memory it is has heard it. One that can't gives no more."""

@@ -21,6 +21,20 @@ def make_schema(state: LocalState) -> Schema:
     )
 
 
+@dataclass(eq=False, slots=True)
+class LaidIn:
+    """How the last shard lay in a buffer: the next one mostly lies there alike.
+
+    Attributes:
+        parts: its tensors, in the order of ``schema``.
+        told: the schema that the buffer's keeper knows.
+    """
+
+    schema: Schema | None = None
+    parts: list[torch.Tensor] = field(default_factory=list)
+    told: Schema | None = None
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Buffer:
     """Host memory for one shard, its digest included.
@@ -38,6 +52,7 @@ class Buffer:
     path: str = ""
     whole: torch.Tensor | None = None
     locked: bool = False
+    laid: LaidIn = field(default_factory=LaidIn)
 
     @property
     def capacity(self) -> torch.Tensor:
@@ -96,10 +111,20 @@ class HostShard:
         """The tensors, aliasing the buffer."""
         return keyed((slot.name, self._tensor(slot)) for slot in self.schema)
 
+    def parts(self) -> list[torch.Tensor]:
+        """The tensors alone, in the order of the schema. Made once for shards that lie alike."""
+        laid = self.buffer.laid
+        if laid.schema != self.schema:
+            laid.schema, laid.parts = self.schema, [self._part(slot) for slot in self.schema]
+        self.schema = laid.schema  # the same object is compared at once
+        return laid.parts
+
     def _tensor(self, slot: Slot) -> StateTensor:
+        return StateTensor(slot.shape, slot.box, self._part(slot))
+
+    def _part(self, slot: Slot) -> torch.Tensor:
         raw = self.buffer.memory[slot.offset : slot.offset + slot.nbytes]
-        local = raw.view(getattr(torch, slot.dtype)).view(slot.box.sizes)
-        return StateTensor(slot.shape, slot.box, local)
+        return raw.view(getattr(torch, slot.dtype)).view(slot.box.sizes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

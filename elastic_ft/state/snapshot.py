@@ -29,7 +29,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import Schema, shard_bytes
 from elastic_ft.keeper.keeper_client import KeeperClient
 from elastic_ft.keeper.node_keeper import RECORD_STEPS
-from elastic_ft.keeper.protocol import Sealed, Unseal
+from elastic_ft.keeper.protocol import Unseal
 from elastic_ft.state.host_memory import HostMemory
 from elastic_ft.state.host_shards import Buffer, HostShard, KeptShard, make_schema
 from elastic_ft.state.tensors import LocalState
@@ -171,8 +171,7 @@ class Snapshots:
         for shard in shards:
             holding = replace(shard.of, tier=Tier.KEEPER)
             record = self._take_record(holding.step) if shard.buffer.keeper else ()
-            sealed = Sealed(shard.buffer.path, holding, shard.schema, record)
-            kept = self._memory.tell(shard.buffer, sealed) and kept
+            kept = self._memory.tell_sealed(shard.buffer, holding, shard.schema, record) and kept
         with self._lock:
             self._check(epoch)
             self._held += shards
@@ -406,15 +405,16 @@ class _Source:
     def copy_to(self, shard: HostShard) -> None:
         """Returns when ``shard`` has it all; nothing is copied any more either if it raises."""
         sources = [tensor.local for _, tensor in sorted(self.state.items())]  # as in the schema
-        targets = [tensor.local for tensor in shard.state().values()]
+        targets = shard.parts()
+        # In one call: for each of thousands training would have to give the interpreter away.
         if self._device is None:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
+            if sources:
+                torch._foreach_copy_(targets, sources)
             return
         stream = copy_stream(self._device)
         stream.wait_event(self._queued)
         try:
-            with torch.cuda.stream(stream):  # in one call: thousands would keep training waiting
+            with torch.cuda.stream(stream):
                 torch._foreach_copy_(targets, sources, non_blocking=True)
         finally:  # of some of them, too: both ends are another's then
             stream.synchronize()

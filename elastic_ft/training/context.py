@@ -94,6 +94,7 @@ class Context(BeforeSteps):
         self.latest: Step | None = None
         self.has_begun = self._ended = False
         self._inside = False  # whether the step's function runs
+        self._is_ahead = False  # the training thread, of the script's: see ``_goes_on``
         self._turn: MicroTurns | None = None  # where a function of ``each`` runs
         self._loader: Loader | None = None
         self._span: EpochSpan | None = None  # where the loader is to end, if not with the job
@@ -159,6 +160,9 @@ class Context(BeforeSteps):
                 item = self._next()
                 if isinstance(item, Step):
                     return item if own.result is None else own.result
+                if self._is_ahead:  # of a later step, or the end: this one is made
+                    self._is_ahead = False
+                    return self._check_ended(item)
 
         return made
 
@@ -187,25 +191,60 @@ class Context(BeforeSteps):
             if is_another(over, prepared):
                 go_over(over, enumerated, function)
                 return function
-            body = body_of(function, enumerated, prepared.is_drawn and not whole)
-
-            def make(batch: Batch) -> None:
-                place = self._span.place(batch.number) if self._span else batch.number - 1
-                if whole:
-                    body(place, batch)
-                    return
-                self._turn = MicroTurns(batch, own.engine.gradients_seen)
-                self._turn.run(functools.partial(body, place))
-
+            make = self._maker(
+                body_of(function, enumerated, prepared.is_drawn and not whole), whole
+            )
             self._forgotten.begin(function, own.kept)
-            made = self.step(make)
-            for batch in given:
-                made(as_batch(batch))
+            made, self._is_ahead = self.step(make), False
+            if given is prepared:  # no line of the script's lies between two steps
+                own.goes_on = functools.partial(self._goes_on, as_here(make))
+            try:
+                for batch in given:
+                    made(as_batch(batch))
+            finally:
+                own.goes_on, self._is_ahead = None, False
             if given is not prepared:
                 self._check_through()
             return function
 
         return run
+
+    def _maker(self, body: Callable[[int, Any], None], whole: bool) -> Callable[[Batch], None]:
+        """What makes a step of ``each``. ``body`` takes the batch's number and, but for ``whole``,
+        each of its micro-batches."""
+        own = self._steering("each")
+
+        def make(batch: Batch) -> None:
+            place = self._span.place(batch.number) if self._span else batch.number - 1
+            if whole:
+                body(place, batch)
+                return
+            self._turn = MicroTurns(batch, own.engine.gradients_seen)
+            self._turn.run(functools.partial(body, place))
+
+        return make
+
+    def _goes_on(self, make: Callable[[Batch], None], item: Dealt | Step) -> bool:
+        """In the training thread: whether the script's, to which ``item`` would go, needs not wake,
+        as all that it would do is to ask for the next batch, and to have ``make`` make its step."""
+        if self._interrupts.has_come:
+            return False
+        if item.generation != self._told:  # who was left behind tells the script nothing
+            return False
+        own = self._steering("each")
+        if isinstance(item, Step):
+            ends = item.last or (self._span is not None and item.number >= self._until)
+            self._is_ahead = not ends and not self._forgotten.looks_after(item.number)
+            if self._is_ahead:
+                self._dealt, self.latest = None, item
+                own.at.ask()
+            return self._is_ahead
+        if not self._is_ahead:
+            return False
+        self._dealt = item
+        self._given += self._span is None
+        own.body = functools.partial(self._within, functools.partial(make, Batch(own.engine, item)))
+        return True
 
     @property
     def running_step(self) -> bool:
@@ -334,7 +373,7 @@ class Context(BeforeSteps):
         if item is None:
             raise self._released()
         if isinstance(item, Step):
-            self._dealt, self.latest = None, item
+            self._dealt, self.latest, self._is_ahead = None, item, False
             self._forgotten.look(item.number, self._steering("step"))
         elif isinstance(item, Ended):
             self._ended = True
@@ -354,9 +393,13 @@ class Context(BeforeSteps):
         check_outside(self._inside)
         self._steering("prepare").at.ask()
         while self._dealt is None and not self._ended:
-            if isinstance(item := self._next(), Ended) and item.why:
-                raise self._released()
+            self._check_ended(self._next())
         return self._dealt is not None
+
+    def _check_ended(self, item: Any) -> None:
+        """Raises Released where that says that the training was ended before its last step."""
+        if isinstance(item, Ended) and item.why:
+            raise self._released()
 
     def batches(self) -> Iterator[Batch]:
         """What a prepared loader gives."""

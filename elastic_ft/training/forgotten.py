@@ -51,9 +51,14 @@ class Forgotten:
         """``function`` is about to make a step. ``known``: what is kept already."""
         self._if_it_can(lambda: self._begin(function, known))
 
+    @staticmethod
+    def looks_after(step: int) -> bool:
+        """With few steps."""
+        return not step & (step - 1)
+
     def look(self, step: int, own: Steering) -> None:
-        """After ``step``: what has changed is told, with few steps."""
-        if not step & (step - 1):
+        """After ``step``, in the thread whose variables they are: what has changed is told."""
+        if self.looks_after(step):
             own.told += self._if_it_can(lambda: self.changed(own.kept)) or []
             frames, names = running_frames(), own.engine.own.names
             own.told += self._if_it_can(lambda: self.carried(frames, own.kept, names)) or []

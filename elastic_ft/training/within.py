@@ -76,6 +76,11 @@ class Interrupts:
         self._came = True
         os.write(2, LATER)
 
+    @property
+    def has_come(self) -> bool:
+        """One that ``deliver`` would raise."""
+        return self._came
+
     def deliver(self) -> None:
         """Raises KeyboardInterrupt if one has come."""
         came, self._came = self._came, False

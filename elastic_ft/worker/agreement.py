@@ -11,7 +11,7 @@ import torch.distributed as dist
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.groups.waits import WAITS
 
-GATHERED_MAX = 4  # members
+EXCHANGED_MAX = 4  # members
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,22 @@ class Contribution:
 def sum_over_members(values: list[float], world_size: int) -> list[float]:
     """Returns their sums in float64, the same on each member of the default group.
 
-    A collective of few numbers costs by its messages. Gloo's ring all-reduce cuts them in pieces:
-    about 12 messages from each of 4 members, twice as many as an all-gather, of which the number
-    grows with the world instead.
+    A collective of few numbers costs by its messages. Gloo's rings cut them in pieces, and pass
+    them on: an all-reduce from each of 4 members in about 12 messages, an all-gather in 6. Told to
+    each of the others at once it takes one for each, and two thirds of the processor's time; their
+    number grows with the world instead.
     """
     if world_size == 1:
         return [float(value) for value in values]
     packed = torch.tensor(values, dtype=torch.float64, device="cpu")
     with WAITS.named("agreement"):
-        if world_size > GATHERED_MAX:
+        if world_size > EXCHANGED_MAX:
             dist.all_reduce(packed)
             return packed.tolist()
-        gathered = packed.new_empty(world_size, len(values))
-        dist.all_gather(list(gathered.unbind()), packed)
-    return gathered.sum(0).tolist()
+        told = packed.repeat(world_size)
+        everyones = torch.empty_like(told)
+        dist.all_to_all_single(everyones, told)
+    return everyones.view(world_size, -1).sum(0).tolist()
 
 
 def places(

@@ -255,8 +255,14 @@ class ByUser:
             self._engine.forget_initial()
         return None
 
-    def _given(self, loop: Loop, item: Handed) -> Iterator[Handed]:
-        """To the user's thread, until it wants more than an errand."""
+    def _given(self, loop: Loop, item: Dealt | Step | Ended) -> Iterator[Handed]:
+        """To the user's thread, until it wants more than an errand; or not, where it has nothing to
+        do between two steps."""
+        goes_on = self._own.goes_on
+        if goes_on is not None and not isinstance(item, Ended):
+            is_last = loop.pausing or loop.stopping or self.is_over
+            if not is_last and goes_on(item):
+                return
         outside = loop.tools.points.outside
         with outside():
             yield item

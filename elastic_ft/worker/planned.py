@@ -8,6 +8,8 @@ from typing import NamedTuple
 from elastic_ft.config import Job
 from elastic_ft.core.batches import SampleIds, SampleOrder, deal, step_batch
 
+KEPT_MAX = 2  # steps
+
 
 class Planned(NamedTuple):
     """Attributes:
@@ -48,6 +50,7 @@ class StepPlan:
         self._batch, self._order, self._rank = job.batch, order, rank
         self._first_step, self._is_compared = first_step, is_compared and ranks > 1
         self.dealt = deal(job.batch.micro_batches, ranks)
+        self._planned: dict[tuple[int, int], list[Planned]] = {}  # the last ones
 
     def compared_at(self, step: int) -> bool:
         """Where somebody may have come in; and now and then, as ranks may come apart later."""
@@ -61,7 +64,16 @@ class StepPlan:
         return max(counts) if shown else per_rank(counts)
 
     def micro_batches(self, step: int, wanted: int) -> list[Planned]:
-        """This rank's, at least ``wanted``."""
+        """This rank's, at least ``wanted``. Asked for as they are requested, and once they are
+        read."""
+        found = self._planned.get((step, wanted))
+        if found is None:
+            if len(self._planned) == KEPT_MAX:
+                del self._planned[next(iter(self._planned))]
+            found = self._planned[step, wanted] = self._plan(step, wanted)
+        return found
+
+    def _plan(self, step: int, wanted: int) -> list[Planned]:
         own = self.dealt[self._rank]
         found = [Planned(n, ids, 1.0) for n, ids in zip(own, self._read(step, own), strict=True)]
         if self.compared_at(step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic_ft import torch_private
 from elastic_ft.config import Job
 from elastic_ft.core.terms import PRETRAINED, PRETRAINED_CONFIG
 from elastic_ft.data.dataset import DataBundle, open_dataset
@@ -19,7 +21,7 @@ from elastic_ft.engines.base import Engine, StateEngine
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.engines.pretrained import as_told, config_text, with_model_read
-from elastic_ft.errors import BaseAway, ModelError
+from elastic_ft.errors import BaseAway, ModelError, one_line
 from elastic_ft.faults import Points
 from elastic_ft.models.build import build_model
 from elastic_ft.state.checkpointer import Checkpointer
@@ -31,6 +33,7 @@ from elastic_ft.worker.same_data import check_data_of_run
 from elastic_ft.worker.steering import Steering
 from elastic_ft.worker.tools import Tools
 
+log = logging.getLogger(__name__)
 AWAY_MIN_S, AWAY_MAX_S = 1.0, 20.0  # between two tries
 T = TypeVar("T")
 
@@ -76,7 +79,7 @@ def prepare(
         worker=worker,
         engine=engine,
         data=data,
-        prefetcher=_prefetcher(data, own),
+        prefetcher=prefetcher(data, own, engine.device),
         snapshots=snapshots,
         checkpointer=checkpointer,
         points=points,
@@ -146,13 +149,30 @@ def _awaited(read: Callable[[], T], job: Job, tell: Callable[[str], None]) -> T:
         pause_s = min(2 * pause_s, AWAY_MAX_S)
 
 
-def _prefetcher(data: DataBundle, own: Steering | None) -> Prefetcher:
+class PageLocked:
+    """Of micro-batches that are read ahead: copies to the GPU overlap with what it computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._has_told = device, False
+
+    def __call__(self, batch: Any) -> Any:
+        try:
+            return torch_private.page_locked(batch, self._device)
+        except Exception as error:  # no room, on a device already, a type that is not made so
+            if not self._has_told:
+                log.warning("batches are not page-locked: %s", one_line(error))
+            self._has_told = True
+            return batch
+
+
+def prefetcher(data: DataBundle, own: Steering | None, device: torch.device) -> Prefetcher:
     stream = data.stream
     return Prefetcher(
         data.train,
         draws=None if own is None else Draws(lambda: own.engine.seed),
         reads=lambda: 0 if stream is None else stream.reads,
         others=data.processes,
+        finish=PageLocked(device) if device.type == "cuda" else None,
     )
 
 

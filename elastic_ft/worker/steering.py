@@ -3,8 +3,9 @@
 The user's thread resumes the training thread, and waits until that yields: the micro-batches of a
 step (``Dealt``), that it is handed over (``MakeHere``) to be made there, that it is
 made (``step.Step``), an errand's result (``Done``), or that there are no more (``Ended``). Never do
-both run. When a generation breaks, what comes next is ``Dealt`` again: the same step, of the next
-generation.
+both run. Where nothing of the script's lies between two steps (``Steering.goes_on``), the training
+thread goes on by itself. When a generation breaks, what comes next is ``Dealt`` again: the same
+step, of the next generation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from elastic_ft.data.dataset import DataBundle
 from elastic_ft.engines.own import OwnEngine
 from elastic_ft.engines.own_attempt import Running
+from elastic_ft.worker.step import Step
 from elastic_ft.worker.whereabouts import Whereabouts
 
 
@@ -54,6 +56,8 @@ class Steering:
 
     Attributes:
         body: makes the step that was dealt.
+        goes_on: in the training thread, in the place of the user's: whether that need not see what
+            would be yielded to it; if that is ``Dealt``, there is a ``body`` for it then.
         attempting, raised: the user's thread makes it itself, and what came of that.
         errand: is run between two steps, given the generation's loop.
         ending: the user's loop is over.
@@ -70,6 +74,7 @@ class Steering:
     engine: OwnEngine
     data: DataBundle
     body: Callable[[], Any] | None = None
+    goes_on: Callable[[Dealt | Step], bool] | None = None
     attempting: bool = False
     raised: Exception | None = None
     errand: Callable[[Any], Any] | None = None

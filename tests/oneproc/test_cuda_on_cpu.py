@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_ft.config import Job
+from elastic_ft.config.trained import BatchConfig
 from elastic_ft.core.sharding import Box
 from elastic_ft.data.dataset import DataBundle
 from elastic_ft.engines import laid_out
@@ -28,6 +31,7 @@ from elastic_ft.hosts.local import LocalHost
 from elastic_ft.hosts.local.orders import StartProcess
 from elastic_ft.state import snapshot
 from elastic_ft.state.tensors import StateTensor
+from elastic_ft.training.loader import bundle_of
 from elastic_ft.transformers.memory import Generators
 from elastic_ft.transport.control import Welcome
 from elastic_ft.worker import prepare
@@ -38,6 +42,41 @@ from tests.oneproc.gpu_jobs import make_groups, make_job
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is seen; nothing can be done with it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+# --------------------------------------------------------------------------- what is read ahead
+
+
+def test_batches_are_page_locked_by_who_reads_them_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to the GPU that were said not to block did, as of memory that can be swapped out."""
+    locked, on = list[tuple[str, list[float]]](), list[torch.device]()
+
+    def pin_memory(tensor: torch.Tensor, *device: Any) -> torch.Tensor:
+        if tensor.is_sparse:
+            raise RuntimeError("cannot pin: only dense CPU tensors can be")
+        locked.append((threading.current_thread().name, tensor.tolist()))
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.cuda, "device", lambda d: on.append(d) or contextlib.nullcontext())
+    samples = [{"x": torch.tensor(float(n))} for n in range(8)]
+    gpu, sizes = torch.device("cuda", 0), BatchConfig(global_batch_size=2, micro_batch_size=2)
+    with prepare.prefetcher(bundle_of(samples, None, sizes), None, gpu) as reading:
+        reading.request(1, [(0, 1)])
+        assert reading.get(1)[0].data["x"].tolist() == [0.0, 1.0]
+        reading.request(2, [(2, 3)])
+        reading.cancel()  # another world deals others
+        reading.request(2, [(4, 5)])
+        reading.get(2)
+    assert ("prefetch", [0.0, 1.0]) in locked and locked[-1] == ("prefetch", [4.0, 5.0])
+    assert set(on) == {gpu}
+    found = torch.eye(2).to_sparse()
+    assert prepare.PageLocked(gpu)(found) is found  # copied as it is
+    locked.clear()
+    with prepare.prefetcher(bundle_of(samples, None, sizes), None, torch.device("cpu")) as reading:
+        reading.request(1, [(0, 1)])
+        reading.get(1)
+    assert not locked
 
 
 # ------------------------------------------------------------------- what workers fork from
@@ -358,7 +397,7 @@ def test_a_snapshot_waits_for_what_was_queued_and_uses_one_stream(
             "model.w": StateTensor((4, 3), Box.whole((4, 3)), torch.empty(4, 3, device="cuda")),
             "model.b": StateTensor((5,), Box.whole((5,)), torch.empty(5, device="cuda"), True),
         }
-        shard: Any = SimpleNamespace(state=lambda: state)
+        shard: Any = SimpleNamespace(parts=lambda: [tensor.local for tensor in state.values()])
         for _ in range(2):
             source = snapshot._Source(state)
             assert source.state["model.w"].local is state["model.w"].local
@@ -387,7 +426,7 @@ def test_a_snapshot_that_breaks_off_leaves_no_copy_under_way(
     snapshot.copy_stream.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {"model.w": StateTensor((4,), Box.whole((4,)), torch.empty(4, device="cuda"))}
-        shard: Any = SimpleNamespace(state=lambda: state)
+        shard: Any = SimpleNamespace(parts=lambda: [tensor.local for tensor in state.values()])
         source = snapshot._Source(state)
         with pytest.raises(RuntimeError, match="the last of them"):
             source.copy_to(shard)

@@ -242,12 +242,18 @@ def test_page_locked_memory_is_used_again_by_smaller_shards(
     buffer = memory.take(shard_bytes(SCHEMA))
     assert buffer.capacity.numel() == of_three > buffer.memory.numel()
     buffer.bytes[:48] = VALUES.view(np.uint8)
-    seal(buffer.bytes, label(RUN, held(6), SCHEMA))
-    memory.tell(buffer, Sealed(buffer.path, held(6), SCHEMA))
+    said: list[Any] = []
+    tell = client.tell
+    monkeypatch.setattr(client, "tell", lambda message: said.append(message) or tell(message))
+    for step in (5, 6):
+        seal(buffer.bytes, label(RUN, held(step), SCHEMA))
+        assert memory.tell_sealed(buffer, held(step), tuple(SCHEMA))
+    assert [message.schema for message in said] == [SCHEMA, None]  # of thousands of tensors: once
     memory.close()
     told = desk.next(KeeperHolds)
     assert told.holdings == (held(6),)
     left = LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
+    assert left.schema == SCHEMA
     data = left.read([("a", Box((1, 1), (2, 2)))])
     assert np.frombuffer(data[:16], np.float32).tolist() == [4, 5, 7, 8]
 

@@ -301,3 +301,20 @@ def test_a_tensor_that_becomes_another_is_refused(later: torch.Tensor, said: str
     thing.state = {"losses": later}
     with pytest.raises(ConfigError, match=rf"thing.losses .*{said}: .* list of numbers"):
         state.capture()
+
+
+def test_what_has_not_changed_is_not_written_again() -> None:
+    """An optimizer's groups are read with each step, and seldom change."""
+    thing = Thing(rate=0.1, betas=(0.9, 0.99))
+    state = own(thing=thing)
+    state.capture()
+    written = state.tensors["user"]._version
+    state.look_ahead(step=3)
+    state.capture()
+    assert state.tensors["user"]._version == written
+    thing.state["rate"] = 0.2
+    state.look_ahead(step=4)  # changed after step 4, and back before the capture
+    thing.state["rate"] = 0.1
+    state.capture()
+    state.put_back(step=4)
+    assert thing.state == {"rate": 0.1, "betas": (0.9, 0.99)}

@@ -157,7 +157,7 @@ def test_what_is_captured_anew_is_not_what_a_snapshot_still_copies() -> None:
     at = SimpleNamespace(begin_step=lambda number: None)
     own = SimpleNamespace(engine=engine, at=at, body=body, attempting=False, ending=False)
     own.checkpoint, own.take_errand, own.take_logged = False, lambda: None, dict
-    own.passed = 0
+    own.passed, own.goes_on = 0, None
     of_world = groups(0, [2.0], HashStore())
     of_world.generation, of_world.deadline = 1, lambda: 0.0
     tools = SimpleNamespace(

@@ -113,6 +113,23 @@ def test_a_copy_that_ends_after_its_generation_is_neither_held_nor_uploaded(
     assert snapshots.bytes_allocated == after.buffer.memory.numel()  # the late one's is used again
 
 
+def test_buffers_are_used_again_for_what_lies_in_them_alike_or_otherwise(
+    snapshots: Snapshots,
+) -> None:
+    """How it lies there is worked out once; a rank may have nothing to write."""
+    shapes = [(4, 3), (4, 3), (3, 4), (4, 3)]
+    for step, shape in enumerate(shapes, 60):
+        local = torch.full(shape, float(step))
+        state = {"w": StateTensor(shape, Box.whole(shape), local)}
+        shard = snapshots.take(step, state, GROUPS, {}, at_once)
+        snapshots.wait(time.monotonic() + DEADLINE_S)
+        assert shard.is_whole() and torch.equal(shard.state()["w"].local, local)
+        snapshots.drop_before(step)
+    assert snapshots.bytes_allocated == 2 * shard.buffer.memory.numel()
+    empty = snapshots.take(70, {}, GROUPS, {}, at_once, partial=True)
+    assert ended(empty)
+
+
 def test_a_copy_that_ends_in_time_is_held(snapshots: Snapshots) -> None:
     take(snapshots, 60, at_once)
     assert snapshots.quiesce(time.monotonic() + DEADLINE_S)
