@@ -28,12 +28,21 @@ def policy_of(job: Job) -> Policy:
         # Whose controller is stopped hears that from its silence alone, and looks now and then.
         "return_timeout_s": 1.5 * elastic.heartbeat_timeout_s + RETURN_S,
         "final_checkpoint": checkpoint.final,
+        "beginning": _beginning_of(job),
         "checkpoint_every_s": None if checkpoint.every_s == "auto" else checkpoint.every_s,
         "checkpoint_auto": checkpoint.every_s == "auto",
     }
     if checkpoint.keep_for_h is not None:
         given["keep_last"] = max(CHECKPOINTS_KNOWN, checkpoint.keep_last)
     return Policy(**given).in_multiples()
+
+
+def _beginning_of(job: Job) -> str:
+    """What step 0 is made of: of ``model.path`` only the job's own code knows more."""
+    if job.model.own:
+        return "the script's own model"
+    read = job.model.pretrained or job.model.weights
+    return f"the weights at {read}" if read else "the seed"
 
 
 def _planning_of(job: Job) -> Planning:

@@ -84,7 +84,7 @@ def _job_started(turn: Turn, event: ev.JobStarted) -> None:
     start = (
         f"resuming from checkpoint {event.checkpoints[0].url}"
         if event.checkpoints
-        else "starting from the seed"
+        else f"starting from {turn.policy.beginning}"
     )
     turn.journal("job_started", start, step=committed)
     spares = f" and {turn.policy.spares} spares" if turn.policy.spares else ""

@@ -46,6 +46,7 @@ class Policy(LayoutWish):
     keep_last: int = 2  # checkpoints
     final_checkpoint: bool = False  # the job is complete with that of its last step
     from_scratch: bool = False  # the seed may be a source although steps are recorded
+    beginning: str = "the seed"  # what step 0 is made of, in words
     checkpoint_every_s: float | None = None
     checkpoint_auto: bool = False  # as cost and failures advise
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_ft.config import ModelConfig
+from elastic_ft.config import ModelConfig, parse_job
+from elastic_ft.controller.job_policy import policy_of
 from elastic_ft.core.sharding import Box
 from elastic_ft.models import Decoder, DecoderConfig, build, build_model, initial, initial_state
+from tests.core.script import Script
+from tests.oneproc.alone import job_of
 
 SMALL_BLOCK = 96
 DECODER = DecoderConfig(
@@ -192,3 +195,20 @@ def test_what_cannot_be_told_is_built_whole(caplog: pytest.LogCaptureFixture) ->
     product = found["first.weight"] @ found["first.weight"].T
     torch.testing.assert_close(product, torch.eye(30))
     assert "first.weight begins with what another tensor has" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ({"preset": "decoder-1m"}, "the seed"),
+        ({"pretrained": "s3://models/llama"}, "the weights at s3://models/llama"),
+        ({"preset": "decoder-1m", "weights": "/weights"}, "the weights at /weights"),
+        ({"own": True}, "the script's own model"),
+    ],
+)
+def test_the_journal_says_what_a_job_begins_with(model: dict[str, Any], told: str) -> None:
+    """It said "the seed" of weights that were read, too."""
+    tokenizer = {"data": {"url": "stdlib:", "tokenizer": "tokenizer.json"}}
+    own = {"name": "alone", "loop": {}, "model": model}
+    job = parse_job(own) if "own" in model else job_of(model=model, **tokenizer)
+    assert Script(policy_of(job)).journalled("job_started") == [f"starting from {told}"]
