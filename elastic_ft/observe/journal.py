@@ -190,7 +190,7 @@ def _losses(kind: str) -> Counted:
 
 # fmt: off
 _JOB = (
-    _event("job_started", "A controller starts the job, from the seed, other weights or a checkpoint.",
+    _event("job_started", "A controller starts the job, from the seed, weights or a checkpoint.",
            "step", "{reason}", step=_GOES_ON),
     _event("job_changed", "The job file differs from the earlier run's in what may change.",
            "step changes", "{reason}", step=_GOES_ON),
