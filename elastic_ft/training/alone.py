@@ -108,10 +108,12 @@ class Alone:
             self._end_at_once()
 
     def _end(self) -> None:
-        error = getattr(sys, "last_value", None)
+        error, idle = getattr(sys, "last_value", None), None
         if isinstance(error, Exception):
             said = f"the script raised {type(error).__name__}: {error}"
             self.worker.raised(UsageError(said))  # it is not tried again: the process ends
+        elif error is None and (idle := self._idle()) is not None:
+            self.worker.raised(idle)
         else:
             if isinstance(error, KeyboardInterrupt):
                 self._controller.stop("interrupted")
@@ -121,6 +123,16 @@ class Alone:
         if self._thread.is_alive():
             self._leave(FAILED, f"its controller does not end, {END_TIMEOUT_S:g} s after its job")
         self.worker.close()
+        if idle is not None:
+            self._exit(FAILED, f"elastic_ft: {idle}")
+
+    def _idle(self) -> UsageError | None:
+        """What is wrong with a script that has trained nothing, and ends as if it had."""
+        try:
+            self.worker.check_iterated()
+        except UsageError as error:
+            return error
+        return None
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -149,11 +161,11 @@ class Alone:
         self._leave(INTERRUPTED, why)
 
     def _leave(self, code: int, why: str) -> NoReturn:
-        print(
-            f"elastic_ft: {why}; the same script goes on from the newest checkpoint of "
-            f"{self._folder_url}",
-            file=sys.stderr,
-        )
+        where = f"the same script goes on from the newest checkpoint of {self._folder_url}"
+        self._exit(code, f"elastic_ft: {why}; {where}")
+
+    def _exit(self, code: int, said: str) -> NoReturn:
+        print(said, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # threads that hang would keep the interpreter from its end

@@ -4,7 +4,7 @@ Argument: "step": in the function of a step; "attempt": in the block of one, bef
 steps; "late": after it; "script": in the function of a step, and nobody catches it; "stuck": the
 same, and again while the script ends, with a controller that does nothing any more. "stands",
 "closes": nobody interrupts it, and its controller stands still at the script's last step, or ends
-never.
+never. "idle": it ends before its first batch.
 """
 
 import os
@@ -23,6 +23,8 @@ WHAT, AT, LAST = sys.argv[1], 3, 6
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal has it, and `&` has not
 
 ctx = elastic_ft.init(steps=LAST, batch={"global_batch_size": 4, "micro_batch_size": 2})
+if WHAT == "idle":
+    sys.exit()
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.zeros_(model.weight)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
