@@ -70,7 +70,8 @@ class Prefetcher:
         """
         self._dataset = dataset
         self._collate = dataset.collate
-        self._draws, self._waiting, self._gets = draws, False, 0
+        self._draws, self._gets = draws, 0
+        self._awaited: int | None = None  # the step that ``get`` waits for
         if draws is not None and hasattr(dataset, "seeded_by"):  # a stream: it reads others, too
             dataset.seeded_by(draws.begin)
         self._reads, self._others, self._finish = reads, others, finish
@@ -122,12 +123,12 @@ class Prefetcher:
         with self._changed:
             if step not in self._wanted:
                 raise ValueError(f"step {step} was not requested; wanted: {sorted(self._wanted)}")
-            self._waiting, self._gets = True, self._gets + 1
+            self._awaited, self._gets = step, self._gets + 1
             self._changed.notify_all()
             try:
                 self._await(step, timeout_s, progress)
             finally:
-                self._waiting = False
+                self._awaited = None
             micro_batches = self._wanted.pop(step)
             self._delivered = step, micro_batches
             self._renewed_at = 0 if step != self._renewed_at else step
@@ -242,8 +243,10 @@ class Prefetcher:
         # Was that reading which has set something?
         is_learning = self._own_settings is not None and not self._is_learnt
         alone = draws or self._renewed_at or is_learning
-        # What other processes draw and set is their own.
-        return (self._waiting or not alone or self._others is not None) and self._next() is not None
+        key = self._next()
+        if key is None or not alone or self._others is not None:  # those draw and set their own
+            return key is not None
+        return key[0] == self._awaited  # the next one would be read beside this one's computing
 
     def _next(self) -> tuple[int, SampleIds] | None:
         for step in sorted(self._wanted):
@@ -277,7 +280,7 @@ class Prefetcher:
         now = settings_of(self._dataset)
         with self._changed:
             is_first = self._own_settings is None
-            if is_first or (self._waiting and gets == self._gets):  # the script has waited
+            if is_first or (self._awaited is not None and gets == self._gets):  # the script has waited
                 self._learn(changed_settings(before, now), now)
         return read
 

@@ -65,6 +65,25 @@ def test_a_sample_is_the_same_in_every_world_and_no_step_is_disturbed(kind: str)
     assert one[0][0] == one[2][0] and one[0][1] != one[2][1], "the same sample, another epoch"
 
 
+def test_the_step_after_the_one_that_is_got_is_not_read_beside_it() -> None:
+    """It was, if it was wanted by then: the reader was faster than who had waited for it."""
+    ahead = threading.Event()
+
+    class Watched(Augmented):
+        def __getitem__(self, index: int) -> float:
+            if index == 9:
+                ahead.set()
+            return super().__getitem__(index)
+
+    dataset = Watched(lambda: torch.rand(()))
+    with Prefetcher(dataset, draws=Draws(lambda: 7)) as prefetcher:
+        prefetcher.request(1, [(1, 2), (3, 4)])
+        prefetcher.request(2, [(9,)])
+        prefetcher.get(1, DEADLINE_S)
+        assert not ahead.wait(0.2)
+        assert len(prefetcher.get(2, DEADLINE_S)) == 1
+
+
 def test_who_draws_nothing_is_read_ahead() -> None:
     dataset = Augmented(lambda: 0.5)
     ahead = threading.Event()
