@@ -22,6 +22,10 @@ OF_TORCHRUN = (  # what a script that was left as it was runs into, and what it 
     ("RANK'", "take ctx.rank, ctx.world_size and ctx.device"),
     ("WORLD_SIZE'", "take ctx.rank, ctx.world_size and ctx.device"),
     ("has no attribute 'module'", "the model is not wrapped: write model for model.module"),
+    (
+        "name 'loss' is not defined",
+        "it is the step's function's own: behind the loop take ctx.latest.loss",
+    ),
 )
 
 
@@ -44,7 +48,7 @@ def run_script(loop: LoopConfig | None) -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             raise UsageError(f"{path.name} exited with {error.code}") from None
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, NameError) as error:
         for found, instead in OF_TORCHRUN:
             if found in str(error):
                 raise UsageError(f"{_where(error, path)}: {error}: {instead}") from error

@@ -129,6 +129,7 @@ def held_out(said: str) -> dict[str, float]:
         ("dist.init_process_group('gloo')", "leave out init_process_group"),
         ("DistributedSampler(range(9))", "leave out init_process_group"),
         ("int(os.environ['LOCAL_RANK'])", "take ctx.rank, ctx.world_size and ctx.device"),
+        ("print(loss)", "behind the loop take ctx.latest.loss"),
         ("nn.Linear(1, 1).module", "the model is not wrapped: write model for model.module"),
     ],
 )
