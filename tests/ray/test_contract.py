@@ -276,7 +276,7 @@ def test_a_report_that_its_barrier_refuses_returns_and_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Error", "Log"])
-def test_a_driver_rests_while_the_gcs_is_away(kind: str) -> None:
+def test_a_driver_rests_while_the_gcs_is_away(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray asks in a loop was asked 20,000 times a second, by drivers beside workers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -289,12 +289,13 @@ def test_a_driver_rests_while_the_gcs_is_away(kind: str) -> None:
         made.poll()
         asked += 1
     assert asked < 10
+    monkeypatch.setattr(ray_private, "REST_S", 60.0)
     closing = threading.Timer(0.05, made.close)
     closing.start()
     begun_s = time.monotonic()
     made.poll()
     closing.join()
-    assert time.monotonic() - begun_s < ray_private.REST_S * 2
+    assert time.monotonic() - begun_s < 30, "who closes it wakes it"
 
 
 def test_what_is_forked_draws_ids_of_its_own() -> None:

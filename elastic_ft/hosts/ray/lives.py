@@ -29,7 +29,7 @@ def call_until(is_done: Callable[[], bool], call: Callable[[], ray.ObjectRef]) -
     call back for 2 s, then says that it has failed; one made meanwhile gets through at once.
 
     Args:
-        call: twice is as good as once.
+        call: once it has succeeded, it is done; twice is as good as once.
     """
     again_s = CALL_AGAIN_S
     while not is_done():

@@ -102,8 +102,8 @@ class _Resting:
     that there is nothing. While the GCS is away that is at once: it took a core, of those that
     train where the driver runs."""
 
-    def __init__(self, **where: Any) -> None:
-        super().__init__(**where)
+    def __init__(self, *args: Any, **where: Any) -> None:
+        super().__init__(*args, **where)
         self._closed = threading.Event()
 
     def poll(self, timeout: float | None = None) -> Any:
