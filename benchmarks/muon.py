@@ -29,7 +29,7 @@ def last(line: dict[str, Any]) -> float:
 
 def trained(name: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
     optimizer = {"name": name, "lr": rate, "warmup_steps": 10}
-    job = make_job("ddp", steps, {"optimizer": optimizer, "seed": seed})
+    job = make_job("ddp", steps, {"optimizer": optimizer, "seed": seed}, world=2)
     losses, _ = on_ranks(1, train, job, strategy="ddp")[0]
     line = {"optimizer": name, "lr": rate, "seed": seed}
     line["losses"] = [round(loss, 5) for loss in losses]
