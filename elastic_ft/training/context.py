@@ -229,8 +229,6 @@ class Context(BeforeSteps):
         as all that it would do is to ask for the next batch, and to have ``make`` make its step."""
         if self._interrupts.has_come:
             return False
-        if item.generation != self._told:  # who was left behind tells the script nothing
-            return False
         own = self._steering("each")
         if isinstance(item, Step):
             ends = item.last or (self._span is not None and item.number >= self._until)
@@ -239,7 +237,7 @@ class Context(BeforeSteps):
                 self._dealt, self.latest = None, item
                 own.at.ask()
             return self._is_ahead
-        if not self._is_ahead:
+        if not self._is_ahead or item.generation != self._told:
             return False
         self._dealt = item
         self._given += self._span is None
