@@ -73,7 +73,7 @@ def write_job(folder: Path, cache_dir: str) -> Callable[..., str]:
             section = values
             for name in sections:
                 section = section.setdefault(name, {})
-            section[key] = value
+            section[key] = copy.deepcopy(value)  # later paths may lead into it
         (folder / "job.yaml").write_text(yaml.safe_dump(values))
         return "job.yaml"
 

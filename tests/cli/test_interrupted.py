@@ -79,8 +79,10 @@ def test_a_script_does_not_wait_for_ever_for_a_controller_that_hangs(
     assert "goes on from the newest checkpoint of " in said[-1]
 
 
-def test_a_script_that_trains_nothing_ends_with_a_line(folder: Path) -> None:
+def test_a_script_that_trains_nothing_ends_with_a_line(
+    interrupted: Interrupted, folder: Path
+) -> None:
     """Without ctx.prepare it trained by itself, and then hung for a quarter of an hour."""
-    code, said = interrupted(folder, "idle")
+    code, said = interrupted("idle")
     assert code == 1 and "never asked a loader of ctx.prepare for a batch" in said[-1], said
     assert RunReader(folder / "runs/own_interrupted").result()["status"] == "failed"

@@ -64,7 +64,7 @@ def test_it_resumes_at_the_newest_checkpoint(
         )
     assert run.result["status"] == "stopped", run.story()
     assert "it goes on" in run.result["reason"], run.story()
-    assert len(run.all("source_unreadable")) == TRIES, run.story()
+    assert len(run.all("source_unreadable")) >= TRIES, run.story()
     (suspended,) = [line for line in run.all("suspended") if "store" in line["reason"]]
     assert "the store can't be read" in suspended["reason"], run.story()
     assert not run.all("checkpoint_refused"), run.story()
