@@ -26,8 +26,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.shutdown()  # first: who asks after this answer finds nobody
         self.answer({"stopped": True})
-        threading.Thread(target=self.server.shutdown).start()
         if asked["jobs"] == "keep":
             threading.Timer(1.0, OVER.set).start()
 
