@@ -280,9 +280,8 @@ class Prefetcher:
         now = settings_of(self._dataset)
         with self._changed:
             is_first = self._own_settings is None
-            if is_first or (
-                self._awaited is not None and gets == self._gets
-            ):  # the script has waited
+            has_waited = self._awaited is not None and gets == self._gets  # the script
+            if is_first or has_waited:
                 self._learn(changed_settings(before, now), now)
         return read
 

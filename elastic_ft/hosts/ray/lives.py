@@ -29,15 +29,18 @@ def call_until(is_done: Callable[[], bool], call: Callable[[], ray.ObjectRef]) -
     call back for 2 s, then says that it has failed; one made meanwhile gets through at once.
 
     Args:
-        call: once it has succeeded, it is done; twice is as good as once.
+        call: twice is as good as once. No deadline: while the GCS is away calls fail, and an actor
+            that nobody calls has nothing else to do.
     """
     again_s = CALL_AGAIN_S
     while not is_done():
+        until_s = time.monotonic() + again_s
         try:
             called = call()
             if ray.wait([called], timeout=again_s)[0]:
                 ray.get(called)
         except RayError as error:
             log.info("an actor is called again: %s: %s", type(error).__name__, error)
-            time.sleep(again_s)
+        if not is_done():  # answered at once, it is not asked again at once
+            time.sleep(max(0.0, until_s - time.monotonic()))
         again_s = min(again_s * 2, CALL_AGAIN_MAX_S)
