@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,8 @@ import numpy as np
 import pytest
 
 from elastic_ft.hosts.local import children, in_charge
-from elastic_ft.hosts.local.orders import call_in, listen_in
+from elastic_ft.hosts.local.orders import StartProcess, call_in, listen_in
+from elastic_ft.transport.tls import new_key
 from tests.oneproc.test_launcher import DEADLINE_S
 
 
@@ -58,6 +61,24 @@ def test_workers_have_the_environment_of_their_start(
     os.close(reads)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert json.loads(told.read_text()) == [{"OF_THE_JOB": "2"}, [*children.INTERRUPTS]]
+
+
+def test_a_worker_whose_controller_is_gone_says_so_in_a_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A superseded controller's last worker ended with a traceback in the user's terminal."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = ("127.0.0.1", gone.getsockname()[1])
+    start = StartProcess("w0.1", "worker", "n0", address, new_key(tls=False))
+
+    def run() -> None:
+        logging.getLogger().handlers.clear()  # pytest's
+        children.worker(start)
+
+    pid = children.fork(children.Prepared(dict(os.environ), tuple(sys.path), []), run)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "worker w0.1 ends: its controller is gone" in line, line
 
 
 def test_processes_that_are_forked_draw_apart(tmp_path: Path) -> None:

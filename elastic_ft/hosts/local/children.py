@@ -6,6 +6,7 @@ from __future__ import annotations
 from elastic_ft.worker import preload  # isort: skip
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ from elastic_ft.worker.forked import draw_apart
 from elastic_ft.worker.this_process import member_here, run_worker
 
 INTERRUPTS = in_charge.INTERRUPTS
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Prepared", "controller", "fork", "keeper", "preload", "worker"]
 
@@ -88,7 +91,16 @@ def worker(start: StartProcess) -> None:
     _ignore_interrupts()
     set_title(f"ef-worker {start.name}")
     member = member_here(start.name, start.node, os.uname().nodename)
-    run_worker(start.address, start.key, member)
+    called: list[bool] = []
+    try:
+        run_worker(start.address, start.key, member, on_called=lambda: called.append(True))
+    except (EOFError, OSError) as error:
+        if called:
+            raise
+        log.warning(
+            "worker %s ends: its controller is gone, and never answered: %s", start.name, error
+        )
+        raise SystemExit(1) from error
 
 
 def keeper(start: StartProcess, folder: Path) -> None:
