@@ -252,6 +252,8 @@ class RunView:
         if teller is None:
             return
         text = " ".join(wording.text_of(teller, line).split())
+        if not text:
+            return
         kind = MARKS.get(event, "")
         if kind:
             self._mark(kind, text, x, line)

@@ -18,13 +18,16 @@ function svg(name, attributes, ...children) {
   return made(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 }
 // stacked: on a narrow screen each row is a card.
+const SHORT = 24; // characters that stay on one line where there is room
+
 function table(caption, heads, rows, stacked = false) {
   const cell = (value, n) => {
     const place = { scope: n ? null : "row", "data-head": heads[n] };
     if (value instanceof Node) return el(n ? "td" : "th", place, value);
     const numeric = typeof value === "number" || (typeof value === "string" && /^[\d,.]+( (s|min|h|d|%|kB|MB|GB|TB|B))?$/.test(value));
     const text = typeof value === "number" ? count(value) : value ?? "";
-    return el(n ? "td" : "th", { ...place, class: numeric ? "number" : null }, String(text));
+    const shape = numeric ? "number" : String(text).length <= SHORT ? "short" : null;
+    return el(n ? "td" : "th", { ...place, class: shape }, String(text));
   };
   return el("div", { class: stacked ? "scroll stacked" : "scroll", tabindex: 0, role: "region", "aria-label": caption },
     el("table", {},
