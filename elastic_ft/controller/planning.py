@@ -71,7 +71,7 @@ def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
     device = torch.device("cuda" if job.parallel.wants_gpu or _on_gpus(job) else "cpu")
 
     def check(asked: Job) -> None:
-        check_parallel(asked, model, job.data.sequence_length)
+        check_parallel(asked, model, longest)
         check_kernels(asked, device)
 
     def can(wish: LayoutWish) -> bool:
