@@ -22,7 +22,6 @@ from elastic_ft.config.trained import BatchConfig
 from elastic_ft.core.sharding import Box
 from elastic_ft.data.dataset import DataBundle
 from elastic_ft.engines import laid_out
-from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.errors import ConfigError, UsageError
@@ -30,7 +29,6 @@ from elastic_ft.faults import Points
 from elastic_ft.groups import groups as groups_module
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.hosts.local.orders import StartProcess
-from elastic_ft.models.experts import MIXTURES, MixtureOfExperts
 from elastic_ft.state import snapshot
 from elastic_ft.state.tensors import StateTensor
 from elastic_ft.training.loader import bundle_of
@@ -434,33 +432,3 @@ def test_a_snapshot_that_breaks_off_leaves_no_copy_under_way(
             source.copy_to(shard)
     snapshot.copy_stream.cache_clear()
     assert Stream.log[-1] == "synchronize copies"
-
-
-# ------------------------------------------------------------------------- waits of a step
-
-
-def test_experts_are_balanced_with_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mixture had a copy out and one in of its own, and the step waited for each."""
-    config, mixtures = MIXTURES["decoder-moe-4m"], 3
-    model = torch.nn.ModuleList(MixtureOfExperts(config) for _ in range(mixtures))
-    balancing, copies = Balancing([model]), list[str]()
-    balancing.begin()
-    for mixture in list(model)[:2]:
-        mixture.load = torch.arange(config.n_experts)
-    for owner, name in ((torch.Tensor, "tolist"), (torch, "tensor")):
-        real = getattr(owner, name)
-
-        def counted(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
-            copies.append(name)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counted)
-    sums = balancing.sums()
-    assert sums == [*range(config.n_experts)] * 2 + [0.0] * config.n_experts
-    balancing.agreed(sums)
-    balancing.apply()
-    assert copies == ["tolist", "tensor"]
-    monkeypatch.undo()
-    least_first = torch.linspace(1, -1, config.n_experts).sign() * config.bias_rate
-    for mixture, expected in zip(model, (least_first, least_first, 0 * least_first), strict=True):
-        torch.testing.assert_close(mixture.bias, expected)
