@@ -9,6 +9,18 @@ import torch
 
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.models.experts import MIXTURES, MixtureOfExperts
+from elastic_ft.models.named import NamedSums
+
+
+def count(monkeypatch: pytest.MonkeyPatch, calls: list[str], *spied: tuple[Any, str]) -> None:
+    for owner, name in spied:
+        real = getattr(owner, name)
+
+        def counted(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+            calls.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
 
 
 def test_experts_are_balanced_with_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,14 +31,7 @@ def test_experts_are_balanced_with_one_copy_each_way(monkeypatch: pytest.MonkeyP
     balancing.begin()
     for mixture in list(model)[:2]:
         mixture.load = torch.arange(config.n_experts)
-    for owner, name in ((torch.Tensor, "tolist"), (torch, "tensor")):
-        real = getattr(owner, name)
-
-        def counted(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
-            copies.append(name)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counted)
+    count(monkeypatch, copies, (torch.Tensor, "tolist"), (torch, "tensor"))
     sums = balancing.sums()
     assert sums == [*range(config.n_experts)] * 2 + [0.0] * config.n_experts
     balancing.agreed(sums)
@@ -36,3 +41,15 @@ def test_experts_are_balanced_with_one_copy_each_way(monkeypatch: pytest.MonkeyP
     least_first = torch.linspace(1, -1, config.n_experts).sign() * config.bias_rate
     for mixture, expected in zip(model, (least_first, least_first, 0 * least_first), strict=True):
         torch.testing.assert_close(mixture.bias, expected)
+
+
+def test_named_metrics_are_fetched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sum and each count was fetched by a copy of its own, for which the step waited."""
+    named, waits = NamedSums(), list[str]()
+    named.begin()
+    for number in (1.0, 2.0):
+        pair = (torch.tensor(number), torch.tensor([2]))
+        named.add({"a": pair, "b": (torch.tensor(0.5), 4), "c": (3.0, 1)})
+    count(monkeypatch, waits, (torch.Tensor, "tolist"), (torch.Tensor, "__float__"))
+    assert named.sums() == [3.0, 4.0, 1.0, 8.0, 6.0, 2.0]
+    assert waits == ["tolist"]
