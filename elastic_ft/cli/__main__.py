@@ -1,5 +1,0 @@
-"""``python -m elastic_ft.cli``."""
-
-from elastic_ft.cli.app import main
-
-main()
