@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 TOGETHER_MAX = 256  # events in one object of the journal
 DECISIONS_KEPT = 100  # of a job
 TAIL_LINES = 1500  # of the journal; then comes a snapshot: told again within seconds
+CLOSES_WITHIN_S = 10.0  # in good order: whoever has asked for it waits
 TERMS = "TermsChanged"  # of the journal: what was decided after it was decided by these
 UNWRITTEN = "the service's journal can't be written now"
 QUIET = (asks.Ticked, asks.CapacityChanged)
@@ -107,10 +108,12 @@ class Office:
         all jobs ever: the more they are the rarer it is, so that a line costs no more."""
         if self._tail < max(TAIL_LINES, len(self.standing.orders) // 4):
             return
-        number, nonce = self._chronicle.newest
-        kept = ShareSnapshot(number, nonce, self._lines, self._read_terms, self.standing)
-        if self._snapshots.begin_to_write(kept):
+        if self._snapshots.begin_to_write(self._as_it_stands()):
             self._tail = 0
+
+    def _as_it_stands(self) -> ShareSnapshot:
+        number, nonce = self._chronicle.newest
+        return ShareSnapshot(number, nonce, self._lines, self._read_terms, self.standing)
 
     def _check_queues(self) -> None:
         """Raises ConfigError."""
@@ -137,9 +140,21 @@ class Office:
         self._chronicle.insist(self._check)
         self._hear(lines)
 
-    def close(self) -> None:
+    def close(self, in_good_order: bool = False) -> None:
+        """``in_good_order``: it leaves a snapshot. The next service may be an upgraded one, and
+        whatever it reads of the journal it decides by its own rules."""
         self._asked.put(None)
         self._chronicle.close()
+        if not in_good_order:
+            return
+        self._thread.join(CLOSES_WITHIN_S)
+        try:
+            self._check()
+        except (StoreFailed, Superseded) as error:
+            log.warning("no snapshot at the end: %s", error)
+            return
+        if not self._thread.is_alive():
+            self._snapshots.finish(self._as_it_stands(), CLOSES_WITHIN_S)
 
     def ask(self, question: Question) -> Future[str]:
         """``question`` is answered in this office's thread, by how things stand then: with what is

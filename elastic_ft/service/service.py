@@ -127,11 +127,11 @@ class Service:
         if not self._takes_over and before.run.partition("-")[0] != self._actor:
             refuse_living(self._store, before, self.folder)
 
-    def close(self) -> None:
+    def close(self, in_good_order: bool = False) -> None:
         self._over.set()
         self._size.close()
         self._watch.close()
-        self.office.close()
+        self.office.close(in_good_order)
         if self._signs is not None and self._claim is not None:
             self._signs.close(self._claim)
 

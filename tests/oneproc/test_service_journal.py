@@ -115,6 +115,24 @@ def test_a_journal_is_told_again_by_the_rules_of_its_time(tmp_path: Path) -> Non
     assert [job.target for job in fresh.standing.sharing.jobs.values()] == [8, 24]
 
 
+def test_newer_rules_decide_nothing_again_after_a_stop_in_good_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an upgraded service: jobs run by what the old rules had decided, and the journal's last
+    lines were decided again by its own."""
+    before, _ = opened(tmp_path, SharingTerms(cooldown_s=0.5))
+    before.tell(asks.CapacityChanged(0.0, (("n0", 4),))).result(WAIT_S)
+    for number in (1, 2):
+        before.ask(lambda _, n=number: submitted(n, asks.Wish(1, 2))).result(WAIT_S)  # type: ignore[misc]
+    before.close(in_good_order=True)
+    assert [job.target for job in before.standing.sharing.jobs.values()] == [2, 2]
+    with monkeypatch.context() as newer:
+        newer.setattr(office, "decide", lambda sharing, event, terms: (sharing, ()))
+        after, lines = opened(tmp_path, before.terms)
+        after.close(in_good_order=True)
+    assert after.standing == before.standing and lines == 4
+
+
 def test_what_is_before_a_snapshot_may_be_moved_away(tmp_path: Path) -> None:
     before = lived(tmp_path)
     newest = max(int(path.stem) for path in (tmp_path / "snapshots").iterdir())
