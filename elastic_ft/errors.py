@@ -25,6 +25,7 @@ import re
 
 _USER = re.compile(r"(?<=://)[^\s/@]+:[^\s/@]*(?=@)")
 _QUERY = re.compile(r"(?P<url>\w://[^\s?]*\?)[\w.%~-]+=[^\s'\"]*")
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # Around what Gloo says: the line of its source, and where to look in general.
 _GLOO = re.compile(r"\[\S*/gloo/\S*:\d+\] |\. This is typically caused by a remote worker .*")
 
@@ -41,7 +42,7 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, 
 def one_line(error: BaseException, length_max: int = 300) -> str:
     """The type and message of ``error``, without what URLs in it must keep to themselves. What a
     store says is a sentence already."""
-    message = _GLOO.sub("", redacted(" ".join(str(error).split())))
+    message = _GLOO.sub("", redacted(plain(error)))
     if len(message) > length_max:
         message = message[:length_max] + "..."
     if isinstance(error, StoreFailed) and message:
@@ -49,10 +50,16 @@ def one_line(error: BaseException, length_max: int = 300) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def plain(said: object) -> str:
+    """One line of text: no colours, nothing else that a terminal would obey, and no marks that turn
+    text around. Who shares a cluster reads why others' jobs have failed."""
+    text = " ".join(_COLOURS.sub("", str(said)).split())
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def printable(said: object, length_max: int = 200) -> str:
     """One line that any terminal takes: names are their writer's."""
-    text = " ".join(str(said).split())
-    text = "".join(c if c.isprintable() else "?" for c in text)
+    text = plain(said)
     return text if len(text) <= length_max else f"{text[: length_max - 3]}..."
 
 

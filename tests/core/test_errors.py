@@ -55,3 +55,11 @@ def test_of_gloos_words_is_left_what_happened() -> None:
     why = "This is typically caused by a remote worker hanging or bugs in the application. GLHF!"
     error = RuntimeError(f"{where} Read error [127.0.0.1]:5394: Connection reset by peer. {why}")
     assert one_line(error) == "RuntimeError: Read error [127.0.0.1]:5394: Connection reset by peer"
+
+
+def test_of_what_an_error_says_nothing_is_left_that_a_terminal_would_obey() -> None:
+    """Why a job failed is in the table of everybody who shares its cluster."""
+    error = ValueError(
+        "\x1b[1;31mbad\x1b[0m\x1b]0;title\x07 shape\n\u202e3 x\u2028 4 \N{GRINNING FACE}"
+    )
+    assert one_line(error) == "ValueError: bad?]0;title? shape ?3 x 4 \N{GRINNING FACE}"
