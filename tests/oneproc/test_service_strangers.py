@@ -21,6 +21,9 @@ from tests.oneproc.served import JOB, WAIT_S, Served
 JSON = {"Content-Type": "application/json"}
 JOBS = "/api/v1/jobs"
 WHOLE = json.dumps({"job": JOB}).encode()[:-1] + b", %b}"
+FULL = json.dumps(
+    {"job": JOB | {"data": {"url": "stdlib:", "kwargs": {"x": "y" * 300_000}}}}
+).encode()
 DEEP = b"[" * 970 + b"]" * 970  # JSON that is read just so, and can't be shown
 
 
@@ -66,6 +69,7 @@ def ask(
         (b'{"job": "a: &a [*a]"}', 422, "job: more than"),
         (b'{"job": "a: !!python/object:os.system x"}', 422, "job: not YAML: line 1"),
         (WHOLE % (b'"priority": ' + DEEP), 422, ""),
+        (FULL, 422, "job: larger than 262144 bytes as JSON"),
         (b"x" * (bodies.BODY_MAX + 1), 413, "Maximum request body size"),
     ],
 )
