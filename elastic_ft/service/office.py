@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 TOGETHER_MAX = 256  # events in one object of the journal
 DECISIONS_KEPT = 100  # of a job
 TAIL_LINES = 1500  # of the journal; then comes a snapshot: told again within seconds
+SET_BACK_S = 1.0  # a clock; less is a correction of it
 CLOSES_WITHIN_S = 10.0  # in good order: whoever has asked for it waits
 TERMS = "TermsChanged"  # of the journal: what was decided after it was decided by these
 UNWRITTEN = "the service's journal can't be written now"
@@ -68,6 +69,7 @@ class Office:
         self._read_terms = asks.SharingTerms()  # as the journal has them
         self._terms_are_news = False  # nothing was decided by them yet
         self._ticked: Future[str] | None = None
+        self._looked_s = 0.0  # at the clock
         self._asked: queue.Queue[tuple[Question, Future[str]] | None] = queue.Queue()
         self._is_over = False
         self._thread = threading.Thread(target=self._work, name="office", daemon=True)
@@ -186,8 +188,10 @@ class Office:
             self._tell_time()
 
     def _is_due(self) -> bool:
-        wake_s = self.standing.sharing.wake_at_s
-        return wake_s is not None and wake_s <= time.time()
+        """Also where the clock was set back: what it waits for may not need to be waited for."""
+        now_s, before_s, wake_s = time.time(), self._looked_s, self.standing.sharing.wake_at_s
+        self._looked_s = now_s
+        return wake_s is not None and (wake_s <= now_s or now_s < before_s - SET_BACK_S)
 
     def _tell_time(self) -> None:
         """Once: while the journal can't be written they would be thousands."""

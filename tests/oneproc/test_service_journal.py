@@ -248,3 +248,22 @@ def test_snapshots_are_as_rare_as_jobs_are_many_also_those_that_have_ended(
     for (before, _), (lines, jobs) in pairwise(written):
         assert lines - before == max(TAIL, jobs // 4)
     assert written[-1][1] > 4 * TAIL
+
+
+def test_a_clock_that_is_set_back_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was to be started in ten seconds was started a day later."""
+    found, _ = opened(tmp_path)
+    found.tell(asks.CapacityChanged(0.0, (("n0", 1),))).result(WAIT_S)
+    found.ask(lambda _: submitted(1, asks.Wish(1, 1))).result(WAIT_S)
+    now_s = 90_000.0
+    monkeypatch.setattr(office.time, "time", lambda: now_s)
+    found.tell(asks.StartFailed(now_s, "j-1", 1, "no room")).result(WAIT_S)
+    found.tick()
+    assert found.standing.sharing.jobs["j-1"].phase == "queued"
+    now_s = 3_600.0
+    found.tick()
+    found.ask(lambda _: "").result(WAIT_S)
+    assert found.standing.sharing.jobs["j-1"].phase == "starting"
+    found.close()

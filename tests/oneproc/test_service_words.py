@@ -40,7 +40,7 @@ def test_a_job_that_waits_is_told_in_words_and_its_id_is_whole(
 def test_that_the_clusters_head_is_away_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job that it was to start was "starting" for as long as it was away, and nothing said why."""
+    """A job that it was to start was "starting" all the while, and nothing said why."""
     monkeypatch.setattr(service, "ROUND_S", 3600.0)  # nothing is done for it
     asked_s = time.monotonic() - 60.0
     served = Served(tmp_path / "F", look=lambda: Sight(asked_s, {"n0": 1}, {"n0": "here"}))
