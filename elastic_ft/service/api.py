@@ -411,8 +411,10 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
 async def _answered(answer: Future[str]) -> str:
     """Raises StoreFailed where the journal can't be written, InDoubt where it may have been; what
     the office raises."""
+    told = asyncio.wrap_future(answer)
+    told.add_done_callback(lambda told: told.cancelled() or told.exception())  # nobody may ask it
     try:
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), ANSWER_TIMEOUT_S)
+        return await asyncio.wait_for(asyncio.shield(told), ANSWER_TIMEOUT_S)
     except TimeoutError:
         if answer.cancel():
             raise StoreFailed(f"{UNWRITTEN}: nothing was done") from None
