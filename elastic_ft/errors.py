@@ -42,7 +42,7 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, 
 def one_line(error: BaseException, length_max: int = 300) -> str:
     """The type and message of ``error``, without what URLs in it must keep to themselves. What a
     store says is a sentence already."""
-    message = _GLOO.sub("", redacted(plain(error)))
+    message = _GLOO.sub("", redacted(harmless(error)))
     if len(message) > length_max:
         message = message[:length_max] + "..."
     if isinstance(error, StoreFailed) and message:
@@ -50,7 +50,7 @@ def one_line(error: BaseException, length_max: int = 300) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def plain(said: object) -> str:
+def harmless(said: object) -> str:
     """One line of text: no colours, nothing else that a terminal would obey, and no marks that turn
     text around. Who shares a cluster reads why others' jobs have failed."""
     text = " ".join(_COLOURS.sub("", str(said)).split())
@@ -59,7 +59,7 @@ def plain(said: object) -> str:
 
 def printable(said: object, length_max: int = 200) -> str:
     """One line that any terminal takes: names are their writer's."""
-    text = plain(said)
+    text = harmless(said)
     return text if len(text) <= length_max else f"{text[: length_max - 3]}..."
 
 
