@@ -383,4 +383,9 @@ def test_a_clock_that_is_set_back_keeps_nobody_waiting() -> None:
     shared.submit("one", 1, 1, trains=False)
     assert shared.tell(asks.StartFailed(shared.at_s, "one", 1, "no room")) != []
     assert shared.wait(9.0) == []
-    assert [type(c).__name__ for c in shared.wait(-86_400.0)] == ["StartJob"]
+    (start,) = shared.wait(-86_400.0)
+    assert isinstance(start, asks.StartJob) and start.reason == "1 worker after 0 s of waiting"
+    shared.begin("one")
+    shared.submit("urgent", 1, 1, priority=1, trains=False)
+    shared.tell(asks.JobSuspended(shared.at_s, "one", start.start))
+    assert [type(c).__name__ for c in shared.end("urgent")] == ["StartJob"]
