@@ -119,7 +119,7 @@ class Trouble:
         usage = isinstance(error, errors.UsageError)
         is_numbers = isinstance(error, NonFiniteGradient)  # no line of code is to blame
         said = str(error).encode(errors="backslashreplace").decode()  # a file's name may be no text
-        said = errors.redacted(errors.harmless(said))[:500]
+        said = errors.harmless(said)[:500]
         return ev.WorkerRaised(
             time.time(),
             self._member.worker,
