@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -69,7 +70,7 @@ class Office:
         self._read_terms = asks.SharingTerms()  # as the journal has them
         self._terms_are_news = False  # nothing was decided by them yet
         self._ticked: Future[str] | None = None
-        self._looked_s = 0.0  # at the clock
+        self._looked_s = math.inf  # the latest that the clock has shown since it was told
         self._asked: queue.Queue[tuple[Question, Future[str]] | None] = queue.Queue()
         self._is_over = False
         self._thread = threading.Thread(target=self._work, name="office", daemon=True)
@@ -126,21 +127,28 @@ class Office:
                 raise ConfigError(f"queues: {queue} is not there any more, and has jobs: {mine}")
 
     def _hear(self, lines: list[Entry]) -> None:
+        """All of them, or none."""
+        standing, terms, are_news = self.standing, self._read_terms, self._terms_are_news
         for line in lines:
-            self._terms_are_news = line["event"] == TERMS
-            if self._terms_are_news:
-                self._read_terms = decoder(asks.SharingTerms)(line["terms"])
+            if are_news := line["event"] == TERMS:
+                terms = decoder(asks.SharingTerms)(line["terms"])
             else:
-                self.standing, _ = _told(self.standing, told_of(line), self._read_terms)
+                standing, _ = _told(standing, told_of(line), terms)
+        self.standing, self._read_terms, self._terms_are_news = standing, terms, are_news
         self._count(len(lines))
 
     def _catch_up(self) -> None:
         """With what the service before this one wrote before it saw that it was superseded. Raises
         Superseded where it is this one that was: looked at after the reading, so that no line of a
         later one is taken for an earlier one's."""
-        lines = self._chronicle.insist(self._chronicle.read)
-        self._chronicle.insist(self._check)
-        self._hear(lines)
+        number, nonce = self._chronicle.newest
+        try:
+            lines = self._chronicle.insist(self._chronicle.read)
+            self._chronicle.insist(self._check)
+            self._hear(lines)
+        except BaseException:
+            self._chronicle.go_on_after(number, nonce)  # a snapshot says what was heard
+            raise
 
     def close(self, in_good_order: bool = False) -> None:
         """``in_good_order``: it leaves a snapshot. The next service may be an upgraded one, and
@@ -149,14 +157,23 @@ class Office:
         self._chronicle.close()
         if not in_good_order:
             return
-        self._thread.join(CLOSES_WITHIN_S)
+        last = threading.Thread(target=self._leave_snapshot, name="last-snapshot", daemon=True)
+        last.start()
+        last.join(CLOSES_WITHIN_S)
+        if last.is_alive():
+            log.warning("no snapshot at the end: its store has not answered yet")
+
+    def _leave_snapshot(self) -> None:
         try:
+            self._thread.join(CLOSES_WITHIN_S)
+            if self._thread.is_alive():
+                raise StoreFailed("the journal is still being written")
             self._check()
+            self._snapshots.finish(self._as_it_stands())
         except (StoreFailed, Superseded) as error:
             log.warning("no snapshot at the end: %s", error)
-            return
-        if not self._thread.is_alive():
-            self._snapshots.finish(self._as_it_stands(), CLOSES_WITHIN_S)
+        except Exception:  # a bug, or what the folder has is not understood: the journal has it all
+            log.exception("no snapshot at the end")
 
     def ask(self, question: Question) -> Future[str]:
         """``question`` is answered in this office's thread, by how things stand then: with what is
@@ -183,20 +200,23 @@ class Office:
         return self.ask(lambda standing: Notice(event, note=note, step=step))
 
     def tick(self) -> None:
-        """If a timer of the core's is due."""
-        if self._is_due():
-            self._tell_time()
+        """If a timer of the core's is due, or it may be: see ``_is_due``."""
+        now_s = time.time()
+        is_told = self._is_due() and self._tell_time()
+        self._looked_s = now_s if is_told else max(now_s, self._looked_s)
 
     def _is_due(self) -> bool:
-        """Also where the clock was set back: what it waits for may not need to be waited for."""
-        now_s, before_s, wake_s = time.time(), self._looked_s, self.standing.sharing.wake_at_s
-        self._looked_s = now_s
-        return wake_s is not None and (wake_s <= now_s or now_s < before_s - SET_BACK_S)
+        """Also where the clock was set back since a tick was told, or where none was yet: what it
+        waits for may not need to be waited for."""
+        now_s, wake_s = time.time(), self.standing.sharing.wake_at_s
+        return wake_s is not None and (wake_s <= now_s or now_s < self._looked_s - SET_BACK_S)
 
-    def _tell_time(self) -> None:
-        """Once: while the journal can't be written they would be thousands."""
-        if self._ticked is None or self._ticked.done():
-            self._ticked = self.tell(asks.Ticked(time.time()))
+    def _tell_time(self) -> bool:
+        """Once: while the journal can't be written they would be thousands. False: not now."""
+        if self._ticked is not None and not self._ticked.done():
+            return False
+        self._ticked = self.tell(asks.Ticked(time.time()))
+        return True
 
     def _work(self) -> None:
         try:

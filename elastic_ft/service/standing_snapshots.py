@@ -13,7 +13,6 @@ import json
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -120,13 +119,12 @@ class StandingSnapshots:
         self._writing.start()
         return True
 
-    def finish(self, kept: ShareSnapshot, within_s: float) -> None:
-        """Returns once this last one is written, if it is news, or has failed; or after so long."""
-        until_s = time.monotonic() + within_s
+    def finish(self, kept: ShareSnapshot) -> None:
+        """Returns once this last one is written, if it is news, or has failed."""
         if self._writing is not None:
-            self._writing.join(within_s)
-        if kept.number != self._newest and self.begin_to_write(kept) and self._writing is not None:
-            self._writing.join(max(0.0, until_s - time.monotonic()))
+            self._writing.join()
+        if kept.number != self._newest:
+            self._write(kept)
 
     def _write(self, kept: ShareSnapshot) -> None:
         try:
