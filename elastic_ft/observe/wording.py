@@ -11,7 +11,7 @@ from elastic_ft.observe.lines import Line
 
 Text = str | Callable[[Line], str]  # a format of the line's fields, or what makes the text
 INDENT = " " * 18
-HEAD_AWAY_S = 5.0  # a service asks it three times a second
+HEAD_AWAY_S = 10.0  # since its last answer was asked for: one look may take seconds
 HANGS = ("WorkerHung", "NobodyMoves", "TimerFired")  # events by which a generation breaks
 RECOVERED = (
     "recovered from {cause} at step {at_step}: {world_before} -> {world_after} workers, "

@@ -26,7 +26,7 @@ def handed_in_job(asked: dict[str, Any]) -> Job:
         given = given | {"name": asked["name"]}
     job = parse_job(given)  # which bounds how deep it is
     check_values(given)
-    if len(json.dumps(given)) > JOB_BYTES_MAX:
+    if len(json.dumps(given, ensure_ascii=False).encode()) > JOB_BYTES_MAX:
         raise ConfigError(
             f"job: larger than {JOB_BYTES_MAX} bytes as JSON: name a file or a URL for what is long"
         )

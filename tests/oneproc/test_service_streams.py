@@ -78,7 +78,7 @@ def test_who_reads_nothing_is_sent_little(served: Served, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(LineStream, "since", told_in)
-    monkeypatch.setattr(api, "TAKEN_WITHIN_S", 1.0)
+    monkeypatch.setattr(api, "TAKEN_WITHIN_S", 3.0)
     with contextlib.ExitStack() as followers:
         follow(served, followers)
         for wanted in (1, 0):

@@ -42,8 +42,11 @@ def test_that_the_clusters_head_is_away_is_said(
 ) -> None:
     """A job that it was to start was "starting" all the while, and nothing said why."""
     monkeypatch.setattr(service, "ROUND_S", 3600.0)  # nothing is done for it
-    asked_s = time.monotonic() - 60.0
-    served = Served(tmp_path / "F", look=lambda: Sight(asked_s, {"n0": 1}, {"n0": "here"}))
+
+    def look() -> Sight:
+        return Sight(time.monotonic() - 60.0, {"n0": 1}, {"n0": "here"})
+
+    served = Served(tmp_path / "F", look=look)
     try:
         monkeypatch.setenv(VARIABLE, served.url)
         job = served.client().submit(JOB)["id"]
