@@ -67,7 +67,7 @@ def harmless(said: object) -> str:
 
 
 def _beginning(said: str) -> str:
-    """Without colours, and without a URL that is cut off: of that, no secret may be known as one."""
+    """Without colours, and without a URL that is cut off: its secret may not be known as one."""
     text = _COLOURS.sub("", said[:LOOKED_AT])
     if len(said) <= LOOKED_AT:
         return text
