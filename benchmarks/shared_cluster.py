@@ -108,6 +108,8 @@ class SharedCluster:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._wake = 0
+        self._wake_at_s = 0.0  # by the clock that it is told
+        self._set_back_s = 0.0
         self.at(0.0, self.tell_nodes)
         for work in jobs:
             self.at(work.at_s, lambda work=work: self._submit(work))  # type: ignore[misc]
@@ -126,6 +128,22 @@ class SharedCluster:
         if until_s < float("inf"):
             self.now_s = until_s
 
+    @property
+    def clock_s(self) -> float:
+        """As the core is told."""
+        return self.now_s - self._set_back_s
+
+    def set_back(self, seconds: float) -> None:
+        """The clock, which is noticed."""
+        self._set_back_s += seconds
+        self._arm()
+        self.tell(asks.Ticked(self.clock_s))
+
+    def _arm(self) -> None:
+        self._wake += 1
+        turn = self._wake
+        self.at(max(self.now_s, self._wake_at_s + self._set_back_s), lambda: self._tick(turn))
+
     # ------------------------------------------------------------------------------ what is told
 
     def tell(self, event: asks.SharingEvent) -> None:
@@ -141,7 +159,7 @@ class SharedCluster:
             self.check(self, before, event, commands)
 
     def tell_nodes(self) -> None:
-        self.tell(asks.CapacityChanged(self.now_s, tuple(sorted(self.nodes.items()))))
+        self.tell(asks.CapacityChanged(self.clock_s, tuple(sorted(self.nodes.items()))))
 
     def lose_nodes(self, names: Iterable[str]) -> None:
         for name in names:
@@ -155,7 +173,7 @@ class SharedCluster:
 
     def _submit(self, work: SubmittedWork) -> None:
         self.jobs[work.job] = JobRun(work)
-        self.tell(asks.JobSubmitted(self.now_s, work.job, work.wish))
+        self.tell(asks.JobSubmitted(self.clock_s, work.job, work.wish))
 
     # ------------------------------------------------------------------------------ what is done
 
@@ -182,13 +200,12 @@ class SharedCluster:
                 if self.on_asked is not None:
                     self.on_asked(bundles)
             case asks.WakeAt(at_s=at_s):
-                self._wake += 1
-                turn = self._wake
-                self.at(at_s, lambda: self._tick(turn))
+                self._wake_at_s = at_s
+                self._arm()
 
     def _tick(self, turn: int) -> None:
         if turn == self._wake:
-            self.tell(asks.Ticked(self.now_s))
+            self.tell(asks.Ticked(max(self.clock_s, self._wake_at_s)))  # not a rounding too early
 
     def _later(self, run: JobRun, after_s: float, act: Callable[[], None]) -> None:
         """Unless the job has ended, or been started anew, by then."""
@@ -212,7 +229,7 @@ class SharedCluster:
         if run.first_began_s is None:
             run.first_began_s = self.now_s
         self._train_with(run, _workers(run))
-        self.tell(asks.JobBegan(self.now_s, run.work.job, run.start))
+        self.tell(asks.JobBegan(self.clock_s, run.work.job, run.start))
 
     def _resize(self, run: JobRun, command: asks.ResizeJob) -> None:
         run.resizes += 1
@@ -235,16 +252,16 @@ class SharedCluster:
                 del run.places[node]
         if run.active:
             self._train_with(run, min(run.active, _workers(run)))
-        self.tell(asks.WorkersReleased(self.now_s, run.work.job, run.start, left))
+        self.tell(asks.WorkersReleased(self.clock_s, run.work.job, run.start, left))
 
     def _suspended(self, run: JobRun) -> None:
         run.places = {}
-        self.tell(asks.JobSuspended(self.now_s, run.work.job, run.start))
+        self.tell(asks.JobSuspended(self.clock_s, run.work.job, run.start))
 
     def end(self, run: JobRun, status: str) -> None:
         self._train_with(run, 0)
         run.ended_s, run.status, run.places = self.now_s, status, {}
-        self.tell(asks.JobEnded(self.now_s, run.work.job, status))
+        self.tell(asks.JobEnded(self.clock_s, run.work.job, status))
 
     # ------------------------------------------------------------------------------- its progress
 

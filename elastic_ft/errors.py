@@ -23,15 +23,20 @@ ElasticError
 
 import re
 
-_USER = re.compile(r"(?<=://)[^\s/@]+:[^\s/@]*(?=@)")
-_QUERY = re.compile(r"(?P<url>\w://[^\s?]*\?)[\w.%~-]+=[^\s'\"]*")
+_USER = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]*(?=@)")
+_URL = re.compile(r"://\S*")
+_QUERY = re.compile(r"\?[^\s'\"=/?]+=[^\s'\"]*")
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # Around what Gloo says: the line of its source, and where to look in general.
+LOOKED_AT = 4000  # characters of what somebody else says: one line is made of it
 _GLOO = re.compile(r"\[\S*/gloo/\S*:\d+\] |\. This is typically caused by a remote worker .*")
 
 
 def redacted(text: str) -> str:
     """``text`` without what URLs in it must keep to themselves: user:password, and queries."""
-    return _QUERY.sub(r"\g<url>***", _USER.sub("***", text))
+    if "://" not in text:
+        return text
+    return _URL.sub(lambda url: _QUERY.sub("?***", url[0]), _USER.sub("***", text))
 
 
 # What may be raised by reading JSON of somebody else, and making records of it.
@@ -41,7 +46,7 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, 
 def one_line(error: BaseException, length_max: int = 300) -> str:
     """The type and message of ``error``, without what URLs in it must keep to themselves. What a
     store says is a sentence already."""
-    message = _GLOO.sub("", redacted(" ".join(str(error).split())))
+    message = _GLOO.sub("", harmless(error))
     if len(message) > length_max:
         message = message[:length_max] + "..."
     if isinstance(error, StoreFailed) and message:
@@ -49,10 +54,30 @@ def one_line(error: BaseException, length_max: int = 300) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def harmless(said: object) -> str:
+    """One line of text: no secrets of URLs, no colours, nothing else that a terminal would obey,
+    and no marks that turn text around. Who shares a cluster reads why others' jobs have failed."""
+    text = " ".join(_beginning(str(said)).split())
+    if text.isprintable():
+        return redacted(text)
+    bare = "".join(filter(str.isprintable, text))  # what is put into a URL may hide its secrets
+    if (kept := redacted(bare)) != bare:
+        return kept
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _beginning(said: str) -> str:
+    """Without colours, and without a URL that is cut off: its secret may not be known as one."""
+    text = _COLOURS.sub("", said[:LOOKED_AT])
+    if len(said) <= LOOKED_AT:
+        return text
+    before, url, rest = text.rpartition("://")
+    return f"{before if url and len(rest.split()) < 2 else text}..."
+
+
 def printable(said: object, length_max: int = 200) -> str:
     """One line that any terminal takes: names are their writer's."""
-    text = " ".join(str(said).split())
-    text = "".join(c if c.isprintable() else "?" for c in text)
+    text = harmless(said)
     return text if len(text) <= length_max else f"{text[: length_max - 3]}..."
 
 

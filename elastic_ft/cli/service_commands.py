@@ -21,7 +21,7 @@ from elastic_ft.cli.options import JobFile, Json, LocalNodes, given
 from elastic_ft.cli.progress import clock, say
 from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
 from elastic_ft.errors import ConfigError
-from elastic_ft.observe.wording import counted
+from elastic_ft.observe.wording import counted, head_away
 
 if TYPE_CHECKING:
     from elastic_ft.service.served_at import HowToServe
@@ -155,6 +155,8 @@ def service_status(service: ServiceUrl = None, as_json: Json = False) -> int:
     slots = found["slots"]
     print(f"version {found['version']}, folder {found['folder']}, start {found['starts']}")
     print(f"{len(found['nodes'])} nodes, {slots['used']} of {slots['all']} slots used")
+    for trouble in filter(None, (found["trouble"], head_away(found.get("cluster_seen_s_ago")))):
+        print(trouble)
     for node in found["nodes"]:
         jobs = ", ".join(f"{job} {n}" for job, n in node["jobs"].items()) or "idle"
         print(f"  {node['node'][:12]}  {counted(node['slots'], 'slot')}  {jobs}")

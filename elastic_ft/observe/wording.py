@@ -11,6 +11,7 @@ from elastic_ft.observe.lines import Line
 
 Text = str | Callable[[Line], str]  # a format of the line's fields, or what makes the text
 INDENT = " " * 18
+HEAD_AWAY_S = 10.0  # since its last answer was asked for: one look may take seconds
 HANGS = ("WorkerHung", "NobodyMoves", "TimerFired")  # events by which a generation breaks
 RECOVERED = (
     "recovered from {cause} at step {at_step}: {world_before} -> {world_after} workers, "
@@ -108,3 +109,10 @@ def hung_in_own_code(line: Line) -> str:
 
 def pausing(line: Line) -> str:
     return f"{'breaking off' if line['abort'] else 'pausing'}: {line['reason']}"
+
+
+def head_away(seen_s_ago: float | None) -> str:
+    """In words; "" where it answers, or was not asked yet."""
+    if seen_s_ago is None or seen_s_ago < HEAD_AWAY_S:
+        return ""
+    return f"the cluster's head has not answered for {seen_s_ago:.0f} s"

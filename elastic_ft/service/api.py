@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -40,6 +41,7 @@ STREAM_EVERY_S = 0.2
 LOGS_EVERY_S = 1.0
 PING_EVERY_S = 15.0
 ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
+STREAM_BYTES = 1 << 16  # that the kernel keeps for one; unless told it is megabytes
 TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
 STREAMS_MAX, STREAMS_OF_ONE = 1000, 250  # who follows more is asked to come later
 BODIES_BYTES, BODIES_OF_ONE_BYTES = 256 << 20, 64 << 20  # of requests under way
@@ -57,6 +59,7 @@ class Api:
     ) -> None:
         self._service, self._users, self._on_stop = service, users, on_stop
         self._closing, self._taking_in = False, 0  # no job is taken in; how many just are
+        self._telling = asyncio.Lock()
         self._streams = Room("streams are followed", STREAMS_MAX, STREAMS_OF_ONE)
         self._pace = Pace(ASKED_PER_S, ASKED_TOGETHER, AT_ONCE_OF_ONE)
         self._room = Room("bytes are being read", BODIES_BYTES, BODIES_OF_ONE_BYTES)
@@ -305,19 +308,32 @@ class Api:
         job, quiet_since_s = request.match_info["id"], time.monotonic()
         while True:
             live = self._is_live(job)
-            found, position = stream.since(position, ITEMS_AT_ONCE)
-            if found:
-                await _send(request, response, b"".join(map(_sent, found)))
+            told = 0
+            if position < stream.end:
+                told, position = await self._tell(request, response, stream, position)
                 quiet_since_s = time.monotonic()
             elif not live:
                 break
             elif time.monotonic() - quiet_since_s > PING_EVERY_S:
                 await _send(request, response, b": still here\n\n")
                 quiet_since_s = time.monotonic()
-            await asyncio.sleep(STREAM_EVERY_S if len(found) < ITEMS_AT_ONCE else 0)
+            await asyncio.sleep(STREAM_EVERY_S if told < ITEMS_AT_ONCE else 0)
             if request.transport is None:  # whoever asked is gone: not told by what is not sent
                 raise ConnectionResetError("nobody follows any more")
         return await self._ended(request, response)
+
+    async def _tell(
+        self, request: web.Request, response: web.StreamResponse, stream: LineStream, position: int
+    ) -> tuple[int, int]:
+        """How many were sent, and where to go on. One piece of one stream in a round of the loop:
+        a thousand of them keep nobody waiting."""
+        async with self._telling:
+            found, position = stream.since(position, ITEMS_AT_ONCE)
+            told, content = len(found), b"".join(map(_sent, found))
+            del found  # who reads nothing has a piece here, as bytes
+            await asyncio.sleep(0)
+        await _send(request, response, content)
+        return told, position
 
     async def _ended(
         self, request: web.Request, response: web.StreamResponse
@@ -332,6 +348,9 @@ async def _event_stream(request: web.Request) -> web.StreamResponse:
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
+    if request.transport is not None:
+        it = request.transport.get_extra_info("socket")
+        it.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BYTES)
     return response
 
 
@@ -392,8 +411,10 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
 async def _answered(answer: Future[str]) -> str:
     """Raises StoreFailed where the journal can't be written, InDoubt where it may have been; what
     the office raises."""
+    told = asyncio.wrap_future(answer)
+    told.add_done_callback(lambda told: told.cancelled() or told.exception())  # nobody may ask it
     try:
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), ANSWER_TIMEOUT_S)
+        return await asyncio.wait_for(asyncio.shield(told), ANSWER_TIMEOUT_S)
     except TimeoutError:
         if answer.cancel():
             raise StoreFailed(f"{UNWRITTEN}: nothing was done") from None

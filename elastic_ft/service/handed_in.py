@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any
@@ -13,6 +14,7 @@ from elastic_ft.errors import ConfigError, printable
 
 NO_TEXT = re.compile(r"[\0\ud800-\udfff]")  # in no file's name, no environment and no UTF-8
 REQUEST_MAX = 100  # characters
+JOB_BYTES_MAX = 1 << 18  # the service has all jobs that there ever were in its memory
 
 
 def handed_in_job(asked: dict[str, Any]) -> Job:
@@ -24,6 +26,10 @@ def handed_in_job(asked: dict[str, Any]) -> Job:
         given = given | {"name": asked["name"]}
     job = parse_job(given)  # which bounds how deep it is
     check_values(given)
+    if len(json.dumps(given, ensure_ascii=False).encode()) > JOB_BYTES_MAX:
+        raise ConfigError(
+            f"job: larger than {JOB_BYTES_MAX} bytes as JSON: name a file or a URL for what is long"
+        )
     return job
 
 

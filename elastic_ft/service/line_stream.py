@@ -62,6 +62,12 @@ class LineStream:
         packs, items, _ = self._kept
         return len(packs) * PACKED + len(items)
 
+    @property
+    def end(self) -> int:
+        """The position of the next one."""
+        packs, items, first = self._kept
+        return first + len(packs) * PACKED + len(items)
+
     def since(self, position: int, most: int = sys.maxsize) -> tuple[list[Item], int]:
         """Those from ``position`` on, ``most`` of them at most, and where to go on."""
         packs, items, first = self._kept

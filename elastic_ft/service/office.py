@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 TOGETHER_MAX = 256  # events in one object of the journal
 DECISIONS_KEPT = 100  # of a job
 TAIL_LINES = 1500  # of the journal; then comes a snapshot: told again within seconds
+SET_BACK_S = 1.0  # a clock; less is a correction of it
+CLOSES_WITHIN_S = 10.0  # in good order: whoever has asked for it waits
 TERMS = "TermsChanged"  # of the journal: what was decided after it was decided by these
 UNWRITTEN = "the service's journal can't be written now"
 QUIET = (asks.Ticked, asks.CapacityChanged)
@@ -67,6 +70,7 @@ class Office:
         self._read_terms = asks.SharingTerms()  # as the journal has them
         self._terms_are_news = False  # nothing was decided by them yet
         self._ticked: Future[str] | None = None
+        self._looked_s = math.inf  # the latest that the clock has shown since it was told
         self._asked: queue.Queue[tuple[Question, Future[str]] | None] = queue.Queue()
         self._is_over = False
         self._thread = threading.Thread(target=self._work, name="office", daemon=True)
@@ -107,10 +111,12 @@ class Office:
         all jobs ever: the more they are the rarer it is, so that a line costs no more."""
         if self._tail < max(TAIL_LINES, len(self.standing.orders) // 4):
             return
-        number, nonce = self._chronicle.newest
-        kept = ShareSnapshot(number, nonce, self._lines, self._read_terms, self.standing)
-        if self._snapshots.begin_to_write(kept):
+        if self._snapshots.begin_to_write(self._as_it_stands()):
             self._tail = 0
+
+    def _as_it_stands(self) -> ShareSnapshot:
+        number, nonce = self._chronicle.newest
+        return ShareSnapshot(number, nonce, self._lines, self._read_terms, self.standing)
 
     def _check_queues(self) -> None:
         """Raises ConfigError."""
@@ -121,25 +127,53 @@ class Office:
                 raise ConfigError(f"queues: {queue} is not there any more, and has jobs: {mine}")
 
     def _hear(self, lines: list[Entry]) -> None:
+        """All of them, or none."""
+        standing, terms, are_news = self.standing, self._read_terms, self._terms_are_news
         for line in lines:
-            self._terms_are_news = line["event"] == TERMS
-            if self._terms_are_news:
-                self._read_terms = decoder(asks.SharingTerms)(line["terms"])
+            if are_news := line["event"] == TERMS:
+                terms = decoder(asks.SharingTerms)(line["terms"])
             else:
-                self.standing, _ = _told(self.standing, told_of(line), self._read_terms)
+                standing, _ = _told(standing, told_of(line), terms)
+        self.standing, self._read_terms, self._terms_are_news = standing, terms, are_news
         self._count(len(lines))
 
     def _catch_up(self) -> None:
         """With what the service before this one wrote before it saw that it was superseded. Raises
         Superseded where it is this one that was: looked at after the reading, so that no line of a
         later one is taken for an earlier one's."""
-        lines = self._chronicle.insist(self._chronicle.read)
-        self._chronicle.insist(self._check)
-        self._hear(lines)
+        number, nonce = self._chronicle.newest
+        try:
+            lines = self._chronicle.insist(self._chronicle.read)
+            self._chronicle.insist(self._check)
+            self._hear(lines)
+        except BaseException:
+            self._chronicle.go_on_after(number, nonce)  # a snapshot says what was heard
+            raise
 
-    def close(self) -> None:
+    def close(self, in_good_order: bool = False) -> None:
+        """``in_good_order``: it leaves a snapshot. The next service may be an upgraded one, and
+        whatever it reads of the journal it decides by its own rules."""
         self._asked.put(None)
         self._chronicle.close()
+        if not in_good_order:
+            return
+        last = threading.Thread(target=self._leave_snapshot, name="last-snapshot", daemon=True)
+        last.start()
+        last.join(CLOSES_WITHIN_S)
+        if last.is_alive():
+            log.warning("no snapshot at the end: its store has not answered yet")
+
+    def _leave_snapshot(self) -> None:
+        try:
+            self._thread.join(CLOSES_WITHIN_S)
+            if self._thread.is_alive():
+                raise StoreFailed("the journal is still being written")
+            self._check()
+            self._snapshots.finish(self._as_it_stands())
+        except (StoreFailed, Superseded) as error:
+            log.warning("no snapshot at the end: %s", error)
+        except Exception:  # a bug, or what the folder has is not understood: the journal has it all
+            log.exception("no snapshot at the end")
 
     def ask(self, question: Question) -> Future[str]:
         """``question`` is answered in this office's thread, by how things stand then: with what is
@@ -166,18 +200,23 @@ class Office:
         return self.ask(lambda standing: Notice(event, note=note, step=step))
 
     def tick(self) -> None:
-        """If a timer of the core's is due."""
-        if self._is_due():
-            self._tell_time()
+        """If a timer of the core's is due, or it may be: see ``_is_due``."""
+        now_s = time.time()
+        is_told = self._is_due() and self._tell_time()
+        self._looked_s = now_s if is_told else max(now_s, self._looked_s)
 
     def _is_due(self) -> bool:
-        wake_s = self.standing.sharing.wake_at_s
-        return wake_s is not None and wake_s <= time.time()
+        """Also where the clock was set back since a tick was told, or where none was yet: what it
+        waits for may not need to be waited for."""
+        now_s, wake_s = time.time(), self.standing.sharing.wake_at_s
+        return wake_s is not None and (wake_s <= now_s or now_s < self._looked_s - SET_BACK_S)
 
-    def _tell_time(self) -> None:
-        """Once: while the journal can't be written they would be thousands."""
-        if self._ticked is None or self._ticked.done():
-            self._ticked = self.tell(asks.Ticked(time.time()))
+    def _tell_time(self) -> bool:
+        """Once: while the journal can't be written they would be thousands. False: not now."""
+        if self._ticked is not None and not self._ticked.done():
+            return False
+        self._ticked = self.tell(asks.Ticked(time.time()))
+        return True
 
     def _work(self) -> None:
         try:

@@ -18,6 +18,7 @@ from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import Bundles, SharedJob
 from elastic_ft.errors import ConfigError, Superseded
 from elastic_ft.hosts.ray.names import abandoned, clear_away
+from elastic_ft.observe.wording import head_away
 from elastic_ft.service import views
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_size import Ask, AskNote, ClusterSize, ask_rays_autoscaler
@@ -127,11 +128,11 @@ class Service:
         if not self._takes_over and before.run.partition("-")[0] != self._actor:
             refuse_living(self._store, before, self.folder)
 
-    def close(self) -> None:
+    def close(self, in_good_order: bool = False) -> None:
         self._over.set()
         self._size.close()
         self._watch.close()
-        self.office.close()
+        self.office.close(in_good_order)
         if self._signs is not None and self._claim is not None:
             self._signs.close(self._claim)
 
@@ -365,8 +366,16 @@ class Service:
 
     def _read(self, job: str) -> tuple[JobStory | None, str]:
         """What was read of it, and its trouble."""
-        hand = self._hands.get(job)
-        return (self._ended.get(job), "") if hand is None else (hand.story, hand.trouble)
+        if (hand := self._hands.get(job)) is None:
+            return self._ended.get(job), self._head_away(job)
+        return hand.story, hand.trouble or self._head_away(job)
+
+    def _head_away(self, job: str) -> str:
+        """Why one that starts gets no further; "" where that is not the reason."""
+        live, asked_s = self.office.standing.job(job), self._watch.sight.asked_s
+        if live is None or live.phase != "starting" or not asked_s:
+            return ""
+        return head_away(time.monotonic() - asked_s)
 
     def about(self, may_read: Callable[[str], bool]) -> dict[str, Any]:
         """``may_read``: of which queues it tells."""

@@ -124,7 +124,7 @@ class ServiceActor:
             self._warm.close()
             if why is None:
                 self._service.let_go()
-            self._service.close()
+            self._service.close(in_good_order=why is None)
         finally:  # it takes in nothing any more
             ray.kill(self._itself)
 

@@ -66,6 +66,7 @@ class StandingSnapshots:
         self._ordered = 0  # jobs in them
         self._others: set[int] = set()  # numbers of those that are of another journal
         self._writing: threading.Thread | None = None
+        self._newest = 0  # number of the one that was written, or read, last
 
     # ------------------------------------------------------------------------------- it is read
 
@@ -79,6 +80,7 @@ class StandingSnapshots:
                 continue
             if is_of_journal(found.number, found.nonce):
                 self._orders, self._ordered = orders, len(found.standing.orders)
+                self._newest = found.number
                 return found
             self._others.add(number)
             log.warning("%s is not used: it is of another journal", _snapshot_key(number))
@@ -117,11 +119,19 @@ class StandingSnapshots:
         self._writing.start()
         return True
 
+    def finish(self, kept: ShareSnapshot) -> None:
+        """Returns once this last one is written, if it is news, or has failed."""
+        if self._writing is not None:
+            self._writing.join()
+        if kept.number != self._newest:
+            self._write(kept)
+
     def _write(self, kept: ShareSnapshot) -> None:
         try:
             self._write_orders(kept.standing.orders)
             self._others.discard(kept.number)
             self._store.put(_snapshot_key(kept.number), _content(kept, self._orders))
+            self._newest = kept.number
             while self._others:  # else they would count as newer
                 self._store.delete(_snapshot_key(min(self._others)))
                 self._others.remove(min(self._others))

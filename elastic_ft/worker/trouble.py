@@ -118,8 +118,8 @@ class Trouble:
     def _raised(self, generation: int, error: BaseException) -> ev.WorkerRaised:
         usage = isinstance(error, errors.UsageError)
         is_numbers = isinstance(error, NonFiniteGradient)  # no line of code is to blame
-        said = errors.redacted(" ".join(str(error).split()))[:500]
-        said = said.encode(errors="backslashreplace").decode()  # a file's name may be no text
+        said = str(error).encode(errors="backslashreplace").decode()  # a file's name may be no text
+        said = errors.harmless(said)[:500]
         return ev.WorkerRaised(
             time.time(),
             self._member.worker,

@@ -364,3 +364,28 @@ def test_what_is_asked_of_the_autoscaler_stands_while_a_job_releases_or_backs_of
 def test_where_there_is_no_autoscaler_none_is_asked() -> None:
     shared = Shared(1)
     assert shared.submit("wide", 3, 3) == []
+
+
+def test_a_clock_that_is_set_back_keeps_nobody_waiting() -> None:
+    """By a day: for a day a job did not grow, and one whose start had failed was not started."""
+    shared = Shared(4, SharingTerms(cooldown_s=30.0))
+    shared.wait(100_000.0)
+    shared.submit("one", 1, 4)
+    shared.submit("urgent", 2, 2, priority=1)
+    shared.release("one")
+    shared.begin("urgent")
+    shared.at_s -= 86_400.0
+    (grown,) = shared.end("urgent")
+    assert isinstance(grown, asks.ResizeJob) and grown.workers == 4
+
+    shared = Shared(1, SharingTerms(retry_s=10.0))
+    shared.wait(100_000.0)
+    shared.submit("one", 1, 1, trains=False)
+    assert shared.tell(asks.StartFailed(shared.at_s, "one", 1, "no room")) != []
+    assert shared.wait(9.0) == []
+    (start,) = shared.wait(-86_400.0)
+    assert isinstance(start, asks.StartJob) and start.reason == "1 worker after 0 s of waiting"
+    shared.begin("one")
+    shared.submit("urgent", 1, 1, priority=1, trains=False)
+    shared.tell(asks.JobSuspended(shared.at_s, "one", start.start))
+    assert [type(c).__name__ for c in shared.end("urgent")] == ["StartJob"]

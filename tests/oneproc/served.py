@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,12 @@ class Served:
         users: dict[str, Rights] | None = None,
         tls: Any = None,
         terms: SharingTerms = TERMS,
+        look: Callable[[], Sight] = Sight,
     ) -> None:
         self._tls, kind = tls, "https" if tls else "http"
         self.superseded = threading.Event()
         self.service = Service(  # those of one folder follow each other, as lives of one actor do
-            str(folder), terms, no_cluster, self._leave, look=Sight, actor="a"
+            str(folder), terms, no_cluster, self._leave, look=look, actor="a"
         )
         self.service.start()
         self._loop = asyncio.new_event_loop()

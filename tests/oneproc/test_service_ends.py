@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -17,7 +18,7 @@ import pytest
 
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.asks import SharingTerms
-from elastic_ft.errors import ConfigError, StoreFailed
+from elastic_ft.errors import ConfigError, StoreFailed, Superseded
 from elastic_ft.service import api, hands, starting
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
@@ -109,6 +110,30 @@ def test_who_leaves_a_stream_leaves_nothing_in_the_log(
     until(lambda: not served.api._streams._taken.total(), "whoever had it is gone")
     assert served.client().status(job)["state"] == "queued"
     assert "Error handling request" not in caplog.text
+
+
+def test_what_was_in_doubt_when_the_service_ended_leaves_nothing_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A traceback of a future whose exception nobody had asked for; with a full disk, say."""
+    monkeypatch.setattr(api, "ANSWER_TIMEOUT_S", 0.1)
+    served = Served(tmp_path / "F")
+    ends = threading.Event()
+
+    def held(chronicle: Chronicle, lines: object) -> None:
+        ends.wait(WAIT_S)
+        raise Superseded("the service ends")
+
+    monkeypatch.setattr(Chronicle, "append", held)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(served, json.dumps({"job": JOB}).encode())
+        assert json.loads(refused.value.read())["in_doubt"]
+    finally:
+        ends.set()
+        served.close()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms
-from elastic_ft.errors import StorageError, Superseded
+from elastic_ft.errors import StorageError, StoreFailed, Superseded
 from elastic_ft.service import office
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.job_orders import JobOrder, Notice
@@ -113,6 +114,110 @@ def test_a_journal_is_told_again_by_the_rules_of_its_time(tmp_path: Path) -> Non
     fresh.tell(asks.CapacityChanged(9.0, (("n0", 32),))).result(WAIT_S)
     fresh.close()
     assert [job.target for job in fresh.standing.sharing.jobs.values()] == [8, 24]
+
+
+def test_newer_rules_decide_nothing_again_after_a_stop_in_good_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an upgraded service: jobs run by what the old rules had decided, and the journal's last
+    lines were decided again by its own."""
+    before, _ = opened(tmp_path, SharingTerms(cooldown_s=0.5))
+    before.tell(asks.CapacityChanged(0.0, (("n0", 4),))).result(WAIT_S)
+    for number in (1, 2):
+        before.ask(lambda _, n=number: submitted(n, asks.Wish(1, 2))).result(WAIT_S)  # type: ignore[misc]
+    before.close(in_good_order=True)
+    assert [job.target for job in before.standing.sharing.jobs.values()] == [2, 2]
+    with monkeypatch.context() as newer:
+        newer.setattr(office, "decide", lambda sharing, event, terms: (sharing, ()))
+        after, lines = opened(tmp_path, before.terms)
+        after.close(in_good_order=True)
+    assert after.standing == before.standing and lines == 4
+
+
+def test_what_the_service_before_wrote_last_is_not_lost_at_a_stop(tmp_path: Path) -> None:
+    """It was read, and whether it counts could not be told when the service was stopped: a snapshot
+    had its number, and nothing of it. A job that was answered for was gone."""
+    asked = threading.Event()
+
+    def check() -> None:
+        if threading.current_thread().name == "office":
+            asked.set()
+            raise StoreFailed("it is away, and comes back for the stop")
+
+    first, _ = opened(tmp_path)
+    second = Office(Chronicle(open_store(str(tmp_path))), SharingTerms(), check, print)
+    second.open()
+    first.ask(lambda _: submitted(1, asks.Wish(1, 1))).result(WAIT_S)
+    answer = second.ask(lambda _: submitted(2, asks.Wish(1, 1)))
+    assert asked.wait(WAIT_S)
+    second.close(in_good_order=True)
+    with pytest.raises(Superseded):
+        answer.result(WAIT_S)
+    first.close()
+    third, _ = opened(tmp_path)
+    third.close()
+    assert list(third.standing.orders) == ["j-1"] and third.standing == first.standing
+
+
+def test_what_can_not_be_understood_is_heard_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug of one version: tried again, it would decide twice on what came before it."""
+    first, _ = opened(tmp_path)
+    second, _ = opened(tmp_path)
+    for number in (1, 2):
+        first.ask(lambda _, n=number: submitted(n, asks.Wish(1, 1))).result(WAIT_S)  # type: ignore[misc]
+    original = office.told_of
+
+    def told_of(line: dict[str, Any]) -> Notice:
+        if line["job"] == "j-2":
+            raise KeyError("a bug")
+        return original(line)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(office, "told_of", told_of)
+        with pytest.raises(KeyError, match="a bug"):
+            second.ask(lambda _: submitted(3, asks.Wish(1, 1))).result(WAIT_S)
+        assert not second.standing.orders
+    second.ask(lambda _: submitted(3, asks.Wish(1, 1))).result(WAIT_S)
+    assert list(second.standing.orders) == ["j-1", "j-2", "j-3"]
+    for each in (first, second):
+        each.close()
+
+
+@pytest.mark.parametrize("where", ["check", "append", "put"])
+def test_a_stop_does_not_wait_for_ever_for_a_store_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """The actor was not killed before the store had answered."""
+    hung, goes_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hung.set()
+        assert goes_on.wait(WAIT_S)
+        raise Superseded("this test has ended")
+
+    monkeypatch.setattr(office, "CLOSES_WITHIN_S", 0.3)
+    found = Office(Chronicle(open_store(str(tmp_path))), SharingTerms(), int, print)
+    found.open()
+    found.ask(lambda _: submitted(1, asks.Wish(1, 1))).result(WAIT_S)
+    if where == "check":
+        found._check = hang
+    elif where == "append":
+        monkeypatch.setattr(Chronicle, "append", hang)
+        found.ask(lambda _: submitted(2, asks.Wish(1, 1)))
+        assert hung.wait(WAIT_S)
+    else:
+        monkeypatch.setattr(StandingSnapshots, "_write", hang)
+    stop = threading.Thread(target=found.close, args=[True], daemon=True)
+    stop.start()
+    try:
+        stop.join(WAIT_S / 10)
+        assert hung.is_set() and not stop.is_alive()
+    finally:
+        goes_on.set()
+    assert "no snapshot at the end" in caplog.text
+    assert not (tmp_path / "snapshots").exists()
 
 
 def test_what_is_before_a_snapshot_may_be_moved_away(tmp_path: Path) -> None:
@@ -230,3 +335,44 @@ def test_snapshots_are_as_rare_as_jobs_are_many_also_those_that_have_ended(
     for (before, _), (lines, jobs) in pairwise(written):
         assert lines - before == max(TAIL, jobs // 4)
     assert written[-1][1] > 4 * TAIL
+
+
+@pytest.mark.parametrize("meanwhile", ["", "a tick is on its way", "it starts again"])
+def test_a_clock_that_is_set_back_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """Who was to be started in ten seconds was started a day later."""
+    at_work, goes_on = threading.Event(), threading.Event()
+
+    def question(_: object) -> str:
+        at_work.set()
+        assert goes_on.wait(WAIT_S)
+        return ""
+
+    found, _ = opened(tmp_path)
+    found.tell(asks.CapacityChanged(0.0, (("n0", 1),))).result(WAIT_S)
+    found.ask(lambda _: submitted(1, asks.Wish(1, 1))).result(WAIT_S)
+    now_s = 90_000.0
+    monkeypatch.setattr(office.time, "time", lambda: now_s)
+    found.tell(asks.StartFailed(now_s, "j-1", 1, "no room")).result(WAIT_S)
+    found.tick()
+    found.ask(lambda _: "").result(WAIT_S)
+    assert found.standing.sharing.jobs["j-1"].phase == "queued"
+    if meanwhile == "a tick is on its way":
+        answer = found.ask(question)
+        assert at_work.wait(WAIT_S)
+        found._tell_time()
+    elif meanwhile:
+        found.close()
+        found, _ = opened(tmp_path)
+    now_s = 3_600.0
+    found.tick()
+    goes_on.set()
+    if meanwhile == "a tick is on its way":
+        answer.result(WAIT_S)
+        found.ask(lambda _: "").result(WAIT_S)
+        assert found.standing.sharing.jobs["j-1"].phase == "queued"
+        found.tick()
+    found.ask(lambda _: "").result(WAIT_S)
+    assert found.standing.sharing.jobs["j-1"].phase == "starting"
+    found.close()

@@ -15,12 +15,16 @@ import pytest
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.service import bodies
+from elastic_ft.service.handed_in import JOB_BYTES_MAX, handed_in_job
 from elastic_ft.service.service_client import Client
 from tests.oneproc.served import JOB, WAIT_S, Served
 
 JSON = {"Content-Type": "application/json"}
 JOBS = "/api/v1/jobs"
 WHOLE = json.dumps({"job": JOB}).encode()[:-1] + b", %b}"
+FULL = json.dumps(
+    {"job": JOB | {"data": {"url": "stdlib:", "kwargs": {"x": "y" * 300_000}}}}
+).encode()
 DEEP = b"[" * 970 + b"]" * 970  # JSON that is read just so, and can't be shown
 
 
@@ -66,6 +70,7 @@ def ask(
         (b'{"job": "a: &a [*a]"}', 422, "job: more than"),
         (b'{"job": "a: !!python/object:os.system x"}', 422, "job: not YAML: line 1"),
         (WHOLE % (b'"priority": ' + DEEP), 422, ""),
+        (FULL, 422, "job: larger than 262144 bytes as JSON"),
         (b"x" * (bodies.BODY_MAX + 1), 413, "Maximum request body size"),
     ],
 )
@@ -73,6 +78,14 @@ def test_a_body_that_is_none(served: Served, body: bytes, status: int, line: str
     found, said, _ = ask(served, "POST", JOBS, body)
     assert (found, said[: len(line)]) == (status, line)
     assert "\n" not in said and len(said) < 500
+
+
+def test_a_job_is_as_large_as_it_is_sent() -> None:
+    """Not as large as with its letters in ASCII, which is twice as much for Chinese ones."""
+    chinese = {"url": "stdlib:", "kwargs": {"x": "\N{CJK UNIFIED IDEOGRAPH-6587}" * 60_000}}
+    job = JOB | {"data": chinese}
+    assert len(json.dumps(job)) > JOB_BYTES_MAX
+    assert handed_in_job({"job": job}).name == "tiny"
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from elastic_ft.cli.app import run_command
+from elastic_ft.service import service
+from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.service_client import VARIABLE
 from tests.oneproc.served import JOB, Served
 
@@ -31,3 +35,25 @@ def test_a_job_that_waits_is_told_in_words_and_its_id_is_whole(
     assert run_command(["jobs"]) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if job in line]
     assert " queued " in row and (columns or "waits for 1 worker" in row)
+
+
+def test_that_the_clusters_head_is_away_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that it was to start was "starting" all the while, and nothing said why."""
+    monkeypatch.setattr(service, "ROUND_S", 3600.0)  # nothing is done for it
+
+    def look() -> Sight:
+        return Sight(time.monotonic() - 60.0, {"n0": 1}, {"n0": "here"})
+
+    served = Served(tmp_path / "F", look=look)
+    try:
+        monkeypatch.setenv(VARIABLE, served.url)
+        job = served.client().submit(JOB)["id"]
+        said = "the cluster's head has not answered for 6"
+        found = served.client().status(job)
+        assert found["state"] == "starting" and found["why"].startswith(said), found
+        assert run_command(["service", "status"]) == 0
+        assert said in capsys.readouterr().out
+    finally:
+        served.close()

@@ -137,3 +137,11 @@ def test_a_fault_of_a_gpu_needs_one(action: str) -> None:
     points = Points("w0", (PointFault("forward", action),), lambda index: None)
     with pytest.raises(UsageError, match="needs a GPU, and this worker sees none"):
         points("forward")
+
+
+def test_what_a_users_code_raised_is_told_without_what_a_terminal_would_obey(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is in the journal, and in tables of others who share the cluster."""
+    (told,) = explained(monkeypatch, ValueError("\x1b[31mbad\x1b[0m \x07 \udce4\n x"), device="cpu")
+    assert told.error == r"ValueError: bad ? \udce4 x"

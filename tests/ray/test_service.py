@@ -171,6 +171,11 @@ def test_an_urgent_job_shrinks_another_and_the_service_may_die(desk: Desk) -> No
     desk.run("service", "stop", "--jobs", "stop")
     assert RunReader(desk.folder / "F/jobs" / first).result()["status"] == "stopped"
     assert not (desk.folder / "F/local-nodes.json").exists()
+    newest = [
+        max(path.stem for path in (desk.folder / "F" / name).iterdir())
+        for name in ("snapshots", "journal")
+    ]
+    assert newest[0] == newest[1]  # the next one need not decide anything again
 
 
 @pytest.mark.soak  # six processes import at once: on busy cores that has taken START_S

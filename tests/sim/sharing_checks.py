@@ -94,7 +94,9 @@ def check_commands(
         was_whole = job.owed == 0 and not isinstance(event, asks.CapacityChanged)
         if command.more and was_whole:
             cool_s = job.resized_at_s + world.terms.cooldown_s
-            assert event.at_s >= cool_s, f"{command} at {event.at_s}, cool at {cool_s}"
+            is_set_back = event.at_s < job.resized_at_s
+            why = f"{command} at {event.at_s}, cool at {cool_s}"
+            assert event.at_s >= cool_s or is_set_back, why
     own = (asks.StartFailed, asks.JobControllerLost, asks.JobSuspended)  # the job says so itself
     for name, job in world.state.jobs.items():
         if isinstance(event, own) and event.job == name:

@@ -25,7 +25,8 @@ END_S = 200_000.0
 
 
 class Disorder:
-    """A world of one seed: nodes go and come, starts fail, people change their minds."""
+    """A world of one seed: nodes go and come, starts fail, people change their minds, and
+    the clock is set back."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(f"sharing {seed}")
@@ -52,6 +53,8 @@ class Disorder:
         self.stopped: set[str] = set()
         for _ in range(rng.randint(0, 12)):
             self.world.at(rng.uniform(1, HEALED_S), self._disturb)
+        if seed % 4 == 0:
+            self.world.at(rng.uniform(1, HEALED_S), self._set_back)
         self.world.at(HEALED_S, self._heal)
 
     def _job(self, index: int, total: int) -> SubmittedWork:
@@ -79,21 +82,21 @@ class Disorder:
             world.nodes = {**world.nodes, rng.choice(sorted(self.nodes)): self.slots}
             world.tell_nodes()
         elif what == "tick" or not alive:
-            world.tell(asks.Ticked(world.now_s))
+            world.tell(asks.Ticked(world.clock_s))
         elif what == "priority":
-            world.tell(asks.PriorityChanged(world.now_s, rng.choice(alive), rng.choice((0, 7))))
+            world.tell(asks.PriorityChanged(world.clock_s, rng.choice(alive), rng.choice((0, 7))))
         elif what == "resize":
-            world.tell(asks.ResizeAsked(world.now_s, rng.choice(alive), rng.randint(1, 20)))
+            world.tell(asks.ResizeAsked(world.clock_s, rng.choice(alive), rng.randint(1, 20)))
         elif what == "stop":
             job = rng.choice(alive)
             self.stopped.add(job)
-            world.tell(asks.StopAsked(world.now_s, job))
+            world.tell(asks.StopAsked(world.clock_s, job))
         else:
             self._fail(world.jobs[rng.choice(alive)])
 
     def _fail(self, run: JobRun) -> None:
         """Its start, if it is in that, or its controller."""
-        now_s, job = self.world.now_s, self.world.state.jobs[run.work.job]
+        now_s, job = self.world.clock_s, self.world.state.jobs[run.work.job]
         if not (job.has_room or job.releasing):
             return
         run.places, start = {}, run.start
@@ -103,6 +106,9 @@ class Disorder:
         else:
             step = self.rng.randint(0, 3)
             self.world.tell(asks.JobControllerLost(now_s, job.job, start, step, "it went"))
+
+    def _set_back(self) -> None:
+        self.world.set_back(self.rng.uniform(0, self.world.clock_s))
 
     def _heal(self) -> None:
         self.world.nodes = dict(self.nodes)

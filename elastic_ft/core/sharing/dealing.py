@@ -188,6 +188,7 @@ def _start(
             first=False,
             reserved=(),
             why="",
+            not_before_s=0.0,
         )
     return started
 
@@ -308,7 +309,7 @@ def _placed(desk: Desk, rooms: Rooms, job: SharedJob, workers: int) -> Places:
 def _tell_start(desk: Desk, job: SharedJob, places: Places) -> None:
     workers = count(places)
     desk.change(job.job, target=workers, held=places)
-    waited_s = desk.at_s - job.waits_since_s
+    waited_s = max(0.0, desk.at_s - job.waits_since_s)  # a clock may have been set back
     behind = f", while {job.behind[0]} waits for more than is free" if job.behind else ""
     why = f"{plural(workers)} after {waited_s:.0f} s of waiting{behind}"
     desk.do(StartJob(job.job, job.start, places, why))

@@ -66,12 +66,18 @@ class Desk:
         apart, later = list[SharedJob](), list[SharedJob]()
         for job in self.jobs.values():
             if job.phase in ("queued", "suspended"):
-                barred = job.job in self.barred or job.not_before_s > self.at_s
+                barred = job.job in self.barred or self._pauses(job)
                 (later if job.releasing or barred else apart).append(job)
         return Waiting(apart, self.jobs.line(), self.jobs.__getitem__, self.at_s, later)
 
     def is_cool(self, job: SharedJob) -> bool:
-        return self.at_s >= job.resized_at_s + self.terms.cooldown_s
+        """Also where the clock was set back: it does not wait until it is that late again."""
+        cooldown_s = self.terms.cooldown_s
+        return not job.resized_at_s - cooldown_s < self.at_s < job.resized_at_s + cooldown_s
+
+    def _pauses(self, job: SharedJob) -> bool:
+        """Before it may be started again; for the clock, as ``is_cool``."""
+        return 2 * job.waits_since_s - job.not_before_s < self.at_s < job.not_before_s
 
     # ------------------------------------------------------------------------ what is told to jobs
 
