@@ -113,11 +113,12 @@ class Context(BeforeSteps):
         """
         own = self._steering("epochs")
         self._span = span_of(self._trained_on, own.passed, range(*span), steps)
+        own.span = str(self._span)
         try:
             while self._is_dealt():
                 dealt = self._awaited()
                 if dealt.running.number > self._span.last:
-                    own.passed = self._span.last
+                    own.passed, own.left = self._span.last, own.span
                     return
                 epoch = self._span.epoch_of(dealt.running.number)
                 self._until = self._span.last_of(dealt.running.number)
@@ -126,7 +127,7 @@ class Context(BeforeSteps):
                     raise ConfigError(f"ctx.epochs: nothing asked the loader for epoch {epoch}")
                 self._check_through()
         finally:
-            self._span = None
+            self._span, own.span = None, ""
 
     def _check_through(self) -> None:
         if not self._ended and self.latest is not None and not self.latest.last:

@@ -45,6 +45,14 @@ RATES = (
     "make them of the step's place (batch.number, enumerated=True, the epoch), or give the count "
     "to ctx.register"
 )
+COUNTED = (
+    "a count of the script's own (of its snapshot, say) begins elsewhere for who joins: give the "
+    "whole range, as the job knows its epoch, and leave out what loads the script's snapshot"
+)
+EPOCHS = (
+    "ctx.epochs: here over {span}, on another rank over others, as step {step} is made: " + COUNTED
+)
+OVER = "ctx.epochs: {left}, are over here, and the others make step {step}: " + COUNTED
 GATHERED, ALIKE = 3, 1e-3  # numbers of ``take_gathered``; by which its ranks may differ
 GATHERED_DIFFERS = (
     "what the script gathers over ranks differs between them: gather, reduce and the like return "
@@ -80,13 +88,20 @@ class ByUser:
         places = [0.0] * groups.world_size
         places[groups.rank or 0] = own.at.place(loop.step)
         self._has_trained = own.made >= loop.step
-        said = [float(own.ending), float(self._has_trained), *places]
+        ends_early = own.ends_early(loop.step)
+        said = [float(own.ending and not ends_early), float(self._has_trained), *places]
         ending, trained, *places = sum_over_members(said, groups.world_size)
         self._others_have = trained > 0
+        self._check_ends(loop)
         self._over = ending > 0
         places = without_catching_up(places)
         loop.party = Party(groups, places)
         self._ahead_of_others = furthest(places)
+
+    def _check_ends(self, loop: Loop) -> None:
+        """Raises ScriptDiffers where the others' training is not over with this worker's script."""
+        if self._others_have and self._own.ends_early(loop.step):
+            raise ScriptDiffers(OVER.format(left=self._own.left, step=loop.step + 1))
 
     @property
     def is_over(self) -> bool:
@@ -103,6 +118,7 @@ class ByUser:
         yield from self._given(loop, dealt)
         own = self._own
         if own.ending:
+            self._check_ends(loop)
             return None
         body, own.body = own.body, None
         attempting, own.attempting = own.attempting, False
@@ -177,7 +193,8 @@ class ByUser:
         if attempt.agreed is not None:  # another optimizer's, of the same step
             agreed = attempt.agree(loss, terms, squares)
             return agreed.tokens, agreed.squares
-        sums = [*sums, self._engine.own.sum_of_groups()]
+        span = zlib.crc32(self._own.span.encode()) >> 12  # squares add up exactly
+        sums = [*sums, self._engine.own.sum_of_groups(), span]
         count, world, named = len(sums), loop.groups.world_size, self._engine.named
         if not self._alike:
             check_named_alike(named.names, world)
@@ -210,8 +227,8 @@ class ByUser:
     def _check_alike(
         self, loop: Loop, sums: Sequence[float], summed: list[float], squared: list[float]
     ) -> None:
-        """Raises where ranks have other checksums. The last one is of optimizers' groups as they
-        are now: who has come in may have a rate of its own, and would make the step with it."""
+        """Raises where ranks have other checksums. The last ones are of what is now: optimizers'
+        groups, as who has come in may have a rate of its own, and the loop over epochs."""
         world = loop.groups.world_size
         number = odd_sum(summed, squared, world)
         if number is None:
@@ -219,6 +236,8 @@ class ByUser:
         names = self._engine.own.names
         if number < len(names):
             why = DIFFERS.format(name=names[number], step=loop.step)
+        elif number > len(names):
+            why = EPOCHS.format(span=self._own.span or "none", step=loop.step + 1)
         else:
             rates = ", ".join(
                 f"{group['lr']:g}" for o in self._engine.optimizers for group in o.param_groups

@@ -67,7 +67,8 @@ class Steering:
         gathered: a sum of what the script takes for the same on all ranks, since the step before.
         result: of the last ``body``.
         made: the last step that its script has made, in this process.
-        passed: the last step of loops over epochs that its script has left.
+        span: the loop over epochs that its script is in, in words.
+        passed, left: the last step of loops over epochs that its script has left; the last of them.
         at: where its code is; it outlives a generation.
     """
 
@@ -85,13 +86,20 @@ class Steering:
     gathered: float | None = None
     result: Any = None
     made: int = 0
+    span: str = ""
     passed: int = 0
+    left: str = ""
     at: Whereabouts = field(default_factory=Whereabouts)
 
     @property
     def kept(self) -> list[Any]:
         """What the script has prepared or registered."""
         return [*self.engine.models, *self.engine.optimizers, *self.engine.own.things]
+
+    def ends_early(self, made: int) -> bool:
+        """Whether its script is over, and has made no step, as its loops over epochs end before
+        step ``made`` of the job."""
+        return self.ending and self.at.is_new and bool(self.left) and self.passed < made
 
     def take_errand(self) -> Callable[[Any], Any] | None:
         errand, self.errand = self.errand, None
