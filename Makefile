@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -q --durations=5
 STAMP := .venv/.installed
-SOURCES := elastic_ft chaos tests benchmarks examples deploy
+SOURCES := elastic_ft chaos tests benchmarks examples deploy docs/tables.py
 ALONE := tidy core sim storage oneproc cli bench
 TIERS := multiproc alone ray chaos observe
 QUICK := tidy core storage

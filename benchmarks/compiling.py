@@ -85,7 +85,7 @@ def measured(kind: str, scratch: Path, cache: Path) -> dict[str, Any]:
     """One run: a start, a loss, and the joiner."""
     job_file, folder = scratch / "job.yaml", scratch / "run"
     job_file.write_text(yaml.safe_dump(job_of(kind)))
-    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+    command = [sys.executable, "-m", "elastic_ft", "run", str(job_file), "--processes"]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     child = subprocess.Popen(
         [*command, "--out", str(folder)], stdout=subprocess.DEVNULL, env=environment

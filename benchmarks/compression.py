@@ -1,7 +1,6 @@
 """Loss curves and bytes a step of each way to send or compute less, beside fp32, on CPUs.
 
     nice -n 19 python benchmarks/compression.py --out benchmarks/results/compression.json
-    nice -n 19 python benchmarks/compression.py --world 1 --only fp8 --out compression_float8.json
 
 One seed, a small decoder on Python's standard library as text. Bytes are those that a rank sends in
 a step by the algorithms that bandwidths are usually counted by: rings, and each part to its rank.

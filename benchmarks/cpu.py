@@ -52,7 +52,7 @@ KINDS = {
     "gcs_server": "Ray: gcs",
     "Agent": "Ray: agents",
     "agent": "Ray: agents",
-    "elastic_ft.cli": "driver",
+    "-m elastic_ft": "driver",
     "train_ray.py": "driver",
 }
 

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/fleets.json")
     parser.add_argument("--document", default="docs/benchmarks.md", help="'' leaves it alone")
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "elastic_ft.cli", "simulate", "--json"]
+    command = [sys.executable, "-m", "elastic_ft", "simulate", "--json"]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=True
     )

@@ -57,7 +57,7 @@ def command_of(system: str, strategy: str, folder: Path) -> list[str]:
         return [sys.executable, *launcher, str(WORKER), str(folder), strategy]
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job(strategy)))
-    launcher = ["-m", "elastic_ft.cli", "launch", "--processes", "--foreground", "--job", str(path)]
+    launcher = ["-m", "elastic_ft", "launch", "--processes", "--foreground", "--job", str(path)]
     where = ["--workers", str(WORKERS), "--min-workers", str(WORKERS), "--out", str(folder / "run")]
     return [sys.executable, *launcher, *where, str(WORKER), str(folder)]
 

@@ -113,7 +113,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> tuple[list[float], 
     job_file, folder = scratch / "job.yaml", scratch / "run"
     job_file.write_text(yaml.safe_dump(make_job(arguments)))
     with cluster(arguments) as (where, add_node):
-        command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), *where]
+        command = [sys.executable, "-m", "elastic_ft", "run", str(job_file), *where]
         child = subprocess.Popen([*command, "--out", str(folder)], stdout=subprocess.DEVNULL)
         try:
             run, pauses = Watched(folder), []

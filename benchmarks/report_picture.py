@@ -28,7 +28,7 @@ def train(out: Path) -> None:
     job = str(ROOT / "elastic_ft" / "cli" / "demo.yaml")
     where = ["--processes", "--chaos", str(scenario), "--out", str(out)]
     subprocess.run(
-        [sys.executable, "-m", "elastic_ft.cli", "run", job, *where],
+        [sys.executable, "-m", "elastic_ft", "run", job, *where],
         check=True,
         cwd=ROOT,
         timeout=RUN_WITHIN_S,

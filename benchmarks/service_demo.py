@@ -52,7 +52,7 @@ class Demo:
 
     def terminal(self, *words: object) -> str:
         """A command in a process of its own, until it returns."""
-        command = [sys.executable, "-m", "elastic_ft.cli", *map(str, words)]
+        command = [sys.executable, "-m", "elastic_ft", *map(str, words)]
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=START_S
         )

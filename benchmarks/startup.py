@@ -38,7 +38,7 @@ def first_step_s(tree: Path, where: list[str]) -> float:
     """Seconds. Raises CalledProcessError, TimeoutExpired."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.yaml").write_text(yaml.safe_dump(JOB))
-        command = [sys.executable, "-m", "elastic_ft.cli", "run", "job.yaml", "--out", "run"]
+        command = [sys.executable, "-m", "elastic_ft", "run", "job.yaml", "--out", "run"]
         environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         began_s = time.time()
         subprocess.run(

@@ -326,7 +326,7 @@ class RunCommand:
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         with (folder / "log.txt").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "elastic_ft.cli", *arguments],
+                [sys.executable, "-m", "elastic_ft", *arguments],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

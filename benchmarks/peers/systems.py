@@ -248,7 +248,7 @@ class ElasticOnRay(OnRay):
         super().start()
         self.log = RunFolderLogs(self.folder / "run")
         job = _write_job(self.folder)
-        command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job)]
+        command = [sys.executable, "-m", "elastic_ft", "run", str(job)]
         where = ["--address", self._cluster.address, "--out", str(self.folder / "run")]
         self._driver = self._spawn([*command, *where], "driver")
 

@@ -21,7 +21,7 @@ from elastic_ft.core.typed import fields_of
 from elastic_ft.engines.pretrained import with_model_read
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.build import build_model
-from elastic_ft.models.describe import describe_job
+from elastic_ft.models.describe import describe_job, known_sizes
 
 OF_SHARDS = {"reshard_after_backward": True, "reduce_gradients": "micro_batch"}  # as by default
 MEMORY_UNKNOWN_BYTES = 80e9  # of a device, where neither the job file nor a worker says
@@ -65,14 +65,13 @@ def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
     from elastic_ft.engines.laid_out import check_parallel  # imports for seconds
     from elastic_ft.engines.shared_positions import check_kernels
 
+    vocabulary, longest = known_sizes(job.data)
     with torch.device("meta"):
-        model = build_model(
-            job.model, vocab_size=job.data.vocab_size, sequence_length=job.data.sequence_length
-        )
+        model = build_model(job.model, vocab_size=vocabulary, sequence_length=longest)
     device = torch.device("cuda" if job.parallel.wants_gpu or _on_gpus(job) else "cpu")
 
     def check(asked: Job) -> None:
-        check_parallel(asked, model, job.data.sequence_length)
+        check_parallel(asked, model, longest)
         check_kernels(asked, device)
 
     def can(wish: LayoutWish) -> bool:

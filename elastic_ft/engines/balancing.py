@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from elastic_ft.engines.modules import plain_name
@@ -39,12 +40,13 @@ class Balancing:
             mixture.counts = weight > 0
 
     def sums(self) -> list[float]:
+        """One wait for the device, of however many mixtures."""
+        loads = [None if m is None else m.load for _, m in self._slots]  # or had no micro-batch
+        here = [load for load in loads if load is not None]
+        told = iter(torch.cat(here).tolist() if here else ())
         found: list[float] = []
-        for experts, mixture in self._slots:
-            if mixture is None or mixture.load is None:  # or this rank had no micro-batch
-                found += [0.0] * experts
-            else:
-                found += [float(count) for count in mixture.load.tolist()]
+        for (experts, _), load in zip(self._slots, loads, strict=True):
+            found += [0.0 if load is None else float(next(told)) for _ in range(experts)]
         return found
 
     def agreed(self, sums: Sequence[float]) -> None:
@@ -52,12 +54,19 @@ class Balancing:
         self._agreed = sums
 
     def apply(self) -> None:
-        """With the optimizer's step."""
+        """With the optimizer's step, for which nobody waits."""
+        if not self._here:
+            return
+        loads = torch.tensor(self._agreed, dtype=torch.float64)
+        device = self._here[0].bias.device
+        if device.type == "cuda":
+            loads = loads.pin_memory()
+        loads = loads.to(device, non_blocking=True)
         first = 0
         for experts, mixture in self._slots:
             stop = first + experts
             if mixture is not None:
-                mixture.balance(self._agreed[first:stop])
+                mixture.balance(loads[first:stop])
             first = stop
 
 

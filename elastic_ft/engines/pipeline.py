@@ -8,6 +8,7 @@ ranks have read them: masks and positions need not go from stage to stage.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -49,6 +50,8 @@ SCHEDULES = {
 
 def _pipelining() -> Any:
     """The import takes half a second, which jobs without a pipeline don't wait for."""
+    # Where a peer is lost it prints its whole schedule: what broke off is raised, and told.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     return importlib.import_module("torch.distributed.pipelining")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_ft.config import Job, ModelConfig
+from elastic_ft.config import DataConfig, Job, ModelConfig
 from elastic_ft.core.layouts.work import Compression, ModelShape, Work
 from elastic_ft.core.policy import same_names
 from elastic_ft.errors import ConfigError, ModelError
@@ -91,21 +91,35 @@ def describe_job(job: Job) -> Work:
     )
 
 
+def known_sizes(data: DataConfig) -> tuple[int | None, int | None]:
+    """Vocabulary and longest sample, as far as they are known before data is read. Of a dataset by
+    its path neither is: the configuration has defaults for what is tokenised here."""
+    if data.url is None:
+        return None, None
+    told = data.tokenizer is None and data.format != "tokens"
+    return data.vocab_size if told else None, data.sequence_length
+
+
 def _shape(job: Job) -> ModelShape:
     model, data = job.model, job.data
-    trained = data.vocab_size if data.tokenizer is None and data.format != "tokens" else None
+    trained, longest = known_sizes(data)
     if model.preset is not None:
         given: dict[str, Any] = {} if trained is None else {"vocab_size": trained}
         sizes = _checked("model.kwargs", preset_of(model.preset), given | model.kwargs)
         return describe_decoder(sizes, data.sequence_length)
     if model.transformers is not None:
-        return _of_transformers(model.transformers, trained, data.sequence_length)
+        values = model.transformers
+        if data.url is None:
+            values = {"vocab_size": data.vocab_size} | values
+        return _of_transformers(values, trained, data.sequence_length, longest)
     raise ModelError(
         "model.path: the planner knows presets and transformers models, not a callable"
     )
 
 
-def _of_transformers(values: dict[str, Any], trained: int | None, length: int) -> ModelShape:
+def _of_transformers(
+    values: dict[str, Any], trained: int | None, length: int, longest: int | None
+) -> ModelShape:
     """Counted on the meta device; of experts, which a token goes through some of, too."""
     given = {"vocab_size": trained, **values}
     for names in SIZES:
@@ -115,7 +129,7 @@ def _of_transformers(values: dict[str, Any], trained: int | None, length: int) -
             )
     with torch.device("meta"):
         model = build_model(
-            ModelConfig(transformers=values), vocab_size=trained, sequence_length=length
+            ModelConfig(transformers=values), vocab_size=trained, sequence_length=longest
         )
     config: Any = model.config
     blocks = block_modules(model)

@@ -14,7 +14,6 @@ Shape suffixes: as in ``models.decoder``; N tokens of a micro-batch, X experts, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -206,10 +205,9 @@ class MixtureOfExperts(nn.Module):
         return self.config.router_loss * ((often_BX * share_BX).sum(dim=1) * tokens_B).sum()
 
     @torch.no_grad()
-    def balance(self, load_X: Sequence[float]) -> None:
-        """``load``: of the global batch."""
-        load = torch.tensor(load_X, dtype=torch.float64, device=self.bias.device)
-        self.bias += self.config.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
+    def balance(self, load_X: Tensor) -> None:
+        """``load``: of the global batch, in float64."""
+        self.bias += self.config.bias_rate * (load_X.mean() - load_X).sign().to(self.bias.dtype)
 
 
 class MixtureBlock(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from elastic_ft.errors import ModelError
@@ -79,7 +80,7 @@ class NamedSums:
     def sums(self) -> list[float]:
         """Sum and count of each name, and the tally."""
         tallied = [] if self.tally is None else self.tally.sums()
-        return [*map(float, self._sums), *tallied]
+        return [*_fetched(self._sums), *tallied]
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
         """``sums``: as of ``sums``, added up over ranks. A mean over nothing is left out."""
@@ -88,6 +89,19 @@ class NamedSums:
             self.tally.agreed(rest)
         pairs = zip(self.names or (), named[::2], named[1::2], strict=True)
         return {name: total / count for name, total, count in pairs if count}
+
+
+def _fetched(values: Sequence[Tensor | float]) -> list[float]:
+    """With one wait for each device that has any."""
+    found = [0.0 if isinstance(value, Tensor) else value for value in values]
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for at, value in enumerate(values):
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, {})[at] = value.reshape(())
+    for there in by_device.values():
+        for at, number in zip(there, torch.stack([*there.values()]).tolist(), strict=True):
+            found[at] = number
+    return found
 
 
 def _is_number(value: Any) -> bool:

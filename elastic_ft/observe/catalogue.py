@@ -141,21 +141,3 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     ),
 }
 METRICS = {metric.name: metric for group in GROUPS.values() for metric in group}
-
-
-def markdown() -> str:
-    """The tables of docs/metrics.md."""
-    lines = []
-    for title, group in GROUPS.items():
-        lines += [f"## {title}", "", "| name | type | unit | labels | meaning |"]
-        lines += ["|---|---|---|---|---|"]
-        for metric in group:
-            labels = ", ".join(metric.labels)
-            cells = (f"`{metric.full_name}`", metric.kind, metric.unit, labels, metric.meaning)
-            lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
-        lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown())

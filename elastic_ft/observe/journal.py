@@ -391,24 +391,3 @@ GROUPS: dict[str, tuple[JournalEvent, ...]] = {
 }
 EVENTS = {event.name: event for group in GROUPS.values() for event in group}
 COUNTED = {event.name: event.counted for event in EVENTS.values() if event.counted is not None}
-
-
-def markdown() -> str:
-    """The tables of docs/journal.md."""
-    lines = ["## Of every event", "", "| field | meaning |", "|---|---|"]
-    lines += [f"| `{field.name}` | {_in_words(field)} |" for field in COMMON]
-    for title, group in GROUPS.items():
-        lines += ["", f"## {title}", "", "| event | meaning | fields |", "|---|---|---|"]
-        for event in group:
-            fields = "<br>".join(f"`{field.name}`: {_in_words(field)}" for field in event.fields)
-            lines.append(f"| `{event.name}` | {event.meaning} | {fields} |".replace("|  |", "| |"))
-    return "\n".join(lines)
-
-
-def _in_words(field: Field) -> str:
-    unit = f" ({field.unit})" if field.unit else ""
-    return field.meaning.removesuffix(".") + unit + ("." if field.always else "; not always.")
-
-
-if __name__ == "__main__":
-    print(markdown())

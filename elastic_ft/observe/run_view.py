@@ -252,6 +252,8 @@ class RunView:
         if teller is None:
             return
         text = " ".join(wording.text_of(teller, line).split())
+        if not text:
+            return
         kind = MARKS.get(event, "")
         if kind:
             self._mark(kind, text, x, line)
@@ -397,9 +399,8 @@ def summary_of(job: Job) -> list[list[str]]:
         f", {key} {value}" for key in WISHES if (value := getattr(parallel, key)) > 1
     )
     held = f"{elastic.min_workers} to {elastic.max_workers}, {elastic.workers_per_node} a node"
-    every = f"every {job.snapshot.every_steps} steps"
-    if job.snapshot.every_steps == "auto":
-        every = "as often as is cheap"
+    steps = job.snapshot.every_steps
+    often = "as often as is cheap" if steps == "auto" else _each(steps)
     rows = [
         ["model", "the loop's own" if model.own else model.preset or model.path or of_transformers],
         [
@@ -410,7 +411,7 @@ def summary_of(job: Job) -> list[list[str]]:
         ["batch", f"{batch.global_batch_size} samples, {batch.micro_batch_size} at a time"],
         ["layout", f"{layout} ({parallel.engine}), {job.precision.dtype}"],
         ["workers", held + (f", {elastic.spares} spare" if elastic.spares else "")],
-        ["snapshots", f"{every}, {job.snapshot.copies} copies"],
+        ["snapshots", f"{often}, copies: {job.snapshot.copies}"],
         ["checkpoints", _checkpoints(job)],
         ["seed", str(job.seed)],
     ]
@@ -425,9 +426,13 @@ def summary_of(job: Job) -> list[list[str]]:
 
 def _checkpoints(job: Job) -> str:
     every = job.checkpoint
-    parts = [f"every {every.every_steps} steps"] if every.every_steps else []
+    parts = [_each(every.every_steps)] if every.every_steps else []
     if every.every_s == "auto":
         parts.append("as often as pays")
     elif every.every_s:
         parts.append(f"every {every.every_s:g} s")
     return " and ".join(parts) or "at the end"
+
+
+def _each(steps: int) -> str:
+    return "after each step" if steps == 1 else f"every {steps} steps"

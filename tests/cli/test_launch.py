@@ -189,7 +189,7 @@ def test_a_script_of_torchrun_ends_with_the_command(folder: Path, asked: int) ->
         "while time.monotonic() < until:\n"
         "    time.sleep(1)\n",
     )
-    command = [sys.executable, "-m", "elastic_ft.cli", "launch", "--processes", str(path)]
+    command = [sys.executable, "-m", "elastic_ft", "launch", "--processes", str(path)]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
     with subprocess.Popen(command, cwd=folder, env=environment) as launched:
         try:

@@ -53,7 +53,7 @@ def test_a_model_that_breaks_down_is_named_with_the_line_that_does(
         "import ctypes\n\ndef make(**kwargs):\n    return ctypes.string_at(0)\n"
     )
     job = write_job({"model": {"path": "broken:make"}})
-    command = [sys.executable, "-m", "elastic_ft.cli", "check", job, "--processes"]
+    command = [sys.executable, "-m", "elastic_ft", "check", job, "--processes"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGSEGV
     assert done.stderr.startswith("Fatal Python error: Segmentation fault\n"), done.stderr

@@ -83,12 +83,22 @@ def test_a_joiner_compiles_before_it_is_ready_and_survivors_never_again(
     assert_losses(run, tolerance, **sections)
 
 
-def test_layers_of_several_ranks_lose_some_and_get_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sections", "graphs", "tolerance"),
+    [
+        (SHARED, 2, 1e-5),
+        pytest.param(DENSE | FLOAT8, 2, 0.003, marks=pytest.mark.soak),
+    ],
+    ids=["fp32", "float8"],
+)
+def test_layers_of_several_ranks_lose_some_and_get_others(
+    tmp_path: Path, sections: dict[str, Any], graphs: int, tolerance: float
+) -> None:
     """What each world compiles is known beforehand."""
-    run = disturbed(tmp_path, 4, parallel={"tp": 2}, **SHARED).run
+    run = disturbed(tmp_path, 4, parallel={"tp": 2}, **sections).run
     assert run.worlds() == [4, 2, 4], run.story()
-    assert_all_was_compiled_early(run, graphs=2)
-    assert_losses(run, 1e-5, **SHARED)
+    assert_all_was_compiled_early(run, graphs)
+    assert_losses(run, tolerance, **sections)
 
 
 def assert_all_was_compiled_early(run: Run, graphs: int) -> None:

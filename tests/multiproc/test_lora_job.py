@@ -88,6 +88,7 @@ def test_peft_computes_the_next_steps_loss(undisturbed: tuple[Path, Run], tmp_pa
     [
         ("fsdp", {}),
         pytest.param("ddp", {}, marks=pytest.mark.soak),
+        pytest.param("hsdp", {}, marks=pytest.mark.soak),
         pytest.param("hsdp", {"offload": "cpu"}, marks=pytest.mark.soak),
     ],
 )

@@ -187,7 +187,7 @@ def test_controllers_are_killed_and_stopped_where_all_is_in_a_bucket(
             command = [
                 sys.executable,
                 "-m",
-                "elastic_ft.cli",
+                "elastic_ft",
                 "run",
                 str(job_file),
                 "--processes",

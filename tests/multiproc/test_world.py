@@ -209,7 +209,7 @@ def in_foreground(job: Job, out: Path) -> list[str]:
     """A command whose process is the controller: who kills it has killed all that is in charge."""
     job_file = out.with_suffix(".yaml")
     job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
-    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+    command = [sys.executable, "-m", "elastic_ft", "run", str(job_file), "--processes"]
     return [*command, "--foreground", "--out", str(out)]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from chaos.scenario import load_scenario
+from docs import tables
 from elastic_ft.core import invariants
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import journal
@@ -18,7 +19,6 @@ from elastic_ft.observe.catalogue import METRICS
 from tests.observe.undeclared import undeclared
 
 ROOT = Path(__file__).parents[2]
-DOC = ROOT / "docs" / "journal.md"
 WRITERS = {  # what writes a line -> which argument is the event's name
     **dict.fromkeys(("journal", "_journal", "decided", "_write", "note"), 0),
     **{"Journal": 0, "Note": 2},
@@ -26,7 +26,8 @@ WRITERS = {  # what writes a line -> which argument is the event's name
 
 
 def test_the_document_has_every_event() -> None:
-    assert journal.markdown().strip() in DOC.read_text(), "run python -m elastic_ft.observe.journal"
+    page = (tables.DOCS / "journal.md").read_text()
+    assert page == tables.page("journal.md"), "run python docs/tables.py"
 
 
 def written(source: Path, constants: dict[str, str]) -> Iterator[str]:

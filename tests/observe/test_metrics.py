@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from docs import tables
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.buddies import choose_buddies
@@ -19,16 +20,16 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.faults import PointFault
 from elastic_ft.observe import metrics as served
 from elastic_ft.observe.accounts import CLASSES, Totals
-from elastic_ft.observe.catalogue import COMMON, METRICS, markdown
+from elastic_ft.observe.catalogue import COMMON, METRICS
 from elastic_ft.observe.metrics import TARGETS, Metrics, state_copies, write_targets
 from tests.multiproc.harness import make_job, run_job
 
-DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 BASE_UNITS = {"seconds", "bytes"}
 
 
 def test_the_document_has_every_metric() -> None:
-    assert markdown().strip() in DOC.read_text(), "run python -m elastic_ft.observe.catalogue"
+    page = (tables.DOCS / "metrics.md").read_text()
+    assert page == tables.page("metrics.md"), "run python docs/tables.py"
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)

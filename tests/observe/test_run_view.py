@@ -72,6 +72,7 @@ def lossy() -> Written:
     run.formed(1010.0, 2)
     for number in range(10):
         run.step(1011.0 + number, number + 1)
+    run.event(1015.0, "resize_requested", "2 workers are wanted", workers=2, before=2, request="r")
     run.event(1020.5, "worker_lost", "its connection ended", worker="w1", node="n1", rank=1)
     run.event(1020.5, "pausing", abort=True)
     run.formed(1021.5, 1, 10)
@@ -90,6 +91,7 @@ def test_what_a_picture_shows_of_a_run() -> None:
     assert [(m["kind"], m["x"], m["text"]) for m in seen["marks"]] == [
         (LOST, 20.5, "lost w1 (rank 1): its connection ended")
     ]
+    assert all(told[5] for told in seen["events"]), "what changes nothing is not told"
     assert [seat["worker"] for seat in seen["workers"]] == ["w0"]
     assert [(seat["worker"], seat["left_x"]) for seat in seen["gone"]] == [("w1", 20.5)]
     assert seen["eta_s"] is None

@@ -218,6 +218,25 @@ def test_samples_are_of_all_that_may_be_planned() -> None:
         check_model_and_data(job_of(**LONG | given, parallel={"strategy": "auto"}))
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"preset": "decoder-1m", "kwargs": {"vocab_size": 101, "max_sequence_length": 64}},
+        {
+            "transformers": LLAMA
+            | {"vocab_size": 101, "max_position_embeddings": 64, "hidden_size": 24}
+            | {"num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 36}
+        },
+    ],
+    ids=["preset", "transformers"],
+)
+def test_a_dataset_says_itself_how_large_its_samples_are(model: dict[str, Any]) -> None:
+    """The model is smaller than `data`'s defaults, which are of what is tokenised here."""
+    job = {"name": "t", "steps": 1, "data": {"path": "tests.multiproc.tiny:counted"}}
+    planning = planning_of(parse_job(job | {"model": model, "parallel": {"strategy": "auto"}}))
+    assert planning.work.model.vocabulary == 101
+
+
 def test_amsgrad_keeps_a_third_moment() -> None:
     job = job_of(optimizer={"name": "adamw", "kwargs": {"amsgrad": True}})
     assert describe_job(job).optimizer_bytes == 12

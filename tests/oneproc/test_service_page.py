@@ -24,6 +24,14 @@ def served(tmp_path: Path) -> Iterator[Served]:
 def test_a_job_is_changed_and_stopped_by_buttons(served: Served, browser: Any) -> None:
     client = served.client()
     job = client.submit({**JOB, "elastic": {"min_workers": 2, "max_workers": 4}})["id"]
+    wide = LivePage(browser, served.url, 800)
+    wide.until("it is listed", lambda: job in wide.text("table"))
+    queue = wide.page.get_by_role("cell", name="default", exact=True)
+    broken = "node => { const r = document.createRange(); r.selectNodeContents(node);"
+    assert queue.evaluate(f"{broken} return r.getClientRects().length }}") == 1, "no word is broken"
+    assert wide.text(".badge") == "queued", "as every other place calls it"
+    assert not wide.page.get_by_role("button", name="Later jobs").is_visible(), "this is all"
+    wide.close()
     live = LivePage(browser, served.url)
     live.until("it is listed", lambda: job in live.text("table"))
     assert "waits for 2" in live.text("table") and live.fits

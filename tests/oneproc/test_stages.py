@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 
 from elastic_ft.config import ModelConfig
 from elastic_ft.engines.initial_weights import load
@@ -188,3 +191,30 @@ def test_plans_cut_both_ends_of_a_tied_model_alike(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(f"{__name__}.GIVEN", lambda model, mesh: None)
     with pytest.raises(ConfigError, match=r"parallel.tp_plan: .* cuts whole models; with pp give"):
         check_stages_cut_alike(untied, plan)
+
+
+class Broken(nn.Module):
+    def forward(self, tensor: Tensor) -> Tensor:
+        raise ConnectionError("a peer is gone")
+
+
+def test_a_loss_does_not_print_the_whole_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    """torch would, on each rank: a line for every message and micro-batch."""
+    with torch.device("meta"):
+        check_pipeline(make(MODELS["llama"]), 2, "1f1b")  # as a worker does before it is ready
+    logging.getLogger(pipelining.schedules.__name__).addHandler(caplog.handler)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        like = {"input_args": (torch.zeros(1, 2),), "output_args": (torch.zeros(1, 2),)}
+        stages = [
+            pipelining.PipelineStage(part, number, 2, torch.device("cpu"), **like)
+            for number, part in enumerate((nn.Linear(2, 2), Broken()))
+        ]
+        schedule = pipelining.ScheduleInterleaved1F1B(stages, 2, loss_fn=lambda out, _: out.sum())
+        with pytest.raises(RuntimeError) as caught:
+            schedule.step(torch.zeros(2, 2), target=torch.zeros(2, 2))
+    finally:
+        dist.destroy_process_group()
+        logging.getLogger(pipelining.schedules.__name__).removeHandler(caplog.handler)
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert not caplog.records

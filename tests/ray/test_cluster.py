@@ -86,7 +86,7 @@ def test_what_a_vanished_job_has_left_is_removed() -> None:
         place = f"{names.prefix}place/w0.1"
         driver = [sys.executable, "-c", code, cluster.address, place]
         subprocess.run(driver, env=os.environ | worker_environment(), check=True, timeout=100)
-        gc = [sys.executable, "-m", "elastic_ft.cli", "gc", "--address", cluster.address]
+        gc = [sys.executable, "-m", "elastic_ft", "gc", "--address", cluster.address]
 
         def say(*options: str) -> str:
             done = subprocess.run([*gc, *options], capture_output=True, text=True, timeout=100)

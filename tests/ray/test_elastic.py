@@ -131,7 +131,7 @@ def test_drained_node_is_left_in_time(start: Start, cluster: LocalCluster) -> No
     victim = trial.members()[0]
     deadline_s = time.time() + 60
     arguments = ["--within", "60", "--node", victim["node"], "--address", cluster.address]
-    command = [sys.executable, "-m", "elastic_ft.cli", "drain", *arguments]
+    command = [sys.executable, "-m", "elastic_ft", "drain", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)  # as a pod's preStop
     assert done.returncode == 0 and "no worker is left on node" in done.stdout, done
     trial.wait_for_world(3)

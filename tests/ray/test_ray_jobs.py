@@ -47,7 +47,7 @@ def submitted(server: LocalCluster, id: str, folder: Path, **sections: Any) -> R
     file, run = folder / f"{id}.yaml", folder / id
     elastic = {"min_workers": 1, "max_workers": 2}
     file.write_text(yaml.safe_dump(job(id, elastic=elastic, **sections)))
-    entry = [sys.executable, "-m", "elastic_ft.cli", "run", file, "--out", run]
+    entry = [sys.executable, "-m", "elastic_ft", "run", file, "--out", run]
     ray_job(server, "submit", "--submission-id", id, "--no-wait", "--", *entry)
     return RunReader(run)
 

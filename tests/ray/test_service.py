@@ -71,7 +71,7 @@ def test_who_can_not_shrink_is_suspended_and_goes_on(
     (tmp_path / "config.yaml").write_text("cooldown_s: 0.5\n")
     words = ("service", "start", "--address", cluster.address, "--folder", tmp_path / "F")
     started = subprocess.run(
-        [sys.executable, "-m", "elastic_ft.cli", *map(str, words), "--port", "0"],
+        [sys.executable, "-m", "elastic_ft", *map(str, words), "--port", "0"],
         capture_output=True,
         text=True,
         timeout=START_S,

@@ -28,7 +28,7 @@ Job = dict[str, Any]
 def said_by(*words: object) -> subprocess.CompletedProcess[str]:
     """``elastic-ft``, in a process of its own: this one is no driver."""
     return subprocess.run(
-        [sys.executable, "-m", "elastic_ft.cli", *map(str, words)],
+        [sys.executable, "-m", "elastic_ft", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=START_S,

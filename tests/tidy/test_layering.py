@@ -287,7 +287,7 @@ def test_what_counts_as_a_type() -> None:
 
 
 # Where each module has one: what it is called by says which. Or two that stand for each other.
-GENERIC = frozenset({"main", "run", "markdown", "export", "fill", "forget", "leave"})
+GENERIC = frozenset({"main", "run", "export", "fill", "forget", "leave"})
 INTERFACES = frozenset({"explain", "one_line"})
 COMMANDS = ("elastic_ft/cli/", "chaos/cli.py")  # their functions are called as users call them
 

@@ -51,7 +51,8 @@ def test_what_the_tests_read_is_copied_for_them() -> None:
     texts = [
         path.read_text() for tier in ("core", "sim") for path in ROOT.glob(f"tests/{tier}/*.py")
     ]
-    read = {name for text in texts for name in re.findall(r'(?:\]|ROOT) / "(\w+)"', text)}
+    reading = re.compile(r'(?:(?:\]|ROOT) / "|^from )(\w+)', re.M)
+    read = {name for text in texts for name in reading.findall(text)}
     assert "docs" in read & folders <= set(copied)
 
 

@@ -17,19 +17,25 @@ function el(name, attributes, ...children) {
 function svg(name, attributes, ...children) {
   return made(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 }
-// stacked: on a narrow screen each row is a card.
+const SHORT = 24; // characters that stay on one line where there is room
+const AMOUNT = /^[\d,.]+( (s|min|h|d|%|kB|MB|GB|TB|B))?$/;
+
+// A column of amounts is aligned at its right. stacked: on a narrow screen each row is a card.
 function table(caption, heads, rows, stacked = false) {
+  const isAmount = (value) => typeof value === "number" || (typeof value === "string" && AMOUNT.test(value));
+  const isNone = (value) => value === null || value === undefined || value === "" || value === "–";
+  const amounts = heads.map((_, n) => rows.some((row) => isAmount(row[n])) && rows.every((row) => isAmount(row[n]) || isNone(row[n])));
+  const shape = (n, text) => (amounts[n] ? "number" : text.length <= SHORT ? "short" : null);
   const cell = (value, n) => {
     const place = { scope: n ? null : "row", "data-head": heads[n] };
     if (value instanceof Node) return el(n ? "td" : "th", place, value);
-    const numeric = typeof value === "number" || (typeof value === "string" && /^[\d,.]+( (s|min|h|d|%|kB|MB|GB|TB|B))?$/.test(value));
-    const text = typeof value === "number" ? count(value) : value ?? "";
-    return el(n ? "td" : "th", { ...place, class: numeric ? "number" : null }, String(text));
+    const text = typeof value === "number" ? count(value) : String(value ?? "");
+    return el(n ? "td" : "th", { ...place, class: shape(n, text) }, text);
   };
   return el("div", { class: stacked ? "scroll stacked" : "scroll", tabindex: 0, role: "region", "aria-label": caption },
     el("table", {},
       el("caption", { class: "hidden" }, caption),
-      el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+      el("thead", {}, el("tr", {}, heads.map((head, n) => el("th", { scope: "col", class: amounts[n] ? "number" : null }, head)))),
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map(cell))))));
 }
 

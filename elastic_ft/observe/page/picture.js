@@ -3,7 +3,7 @@
 // service's page loads it.
 
 const STATES = {
-  queued: "waiting", starting: "starting", running: "running", suspended: "suspended", stopping: "stopping",
+  queued: "queued", starting: "starting", running: "running", suspended: "suspended", stopping: "stopping",
   completed: "completed", failed: "failed", stopped: "stopped", dead: "nobody runs it",
 };
 const CLASSES = {

@@ -1,6 +1,7 @@
-"""Every key of a job file: its type, default and meaning. docs/job-file.md is made of it.
+"""Makes the tables of docs/job-file.md, journal.md and metrics.md: ``python docs/tables.py``.
 
-What a key means is the comment at its field.
+What a key of a job file means is the comment at its field. A page's tables are all that comes from
+its first heading below the title on; tests hold the pages to them.
 """
 
 from __future__ import annotations
@@ -11,29 +12,77 @@ import io
 import json
 import tokenize
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from elastic_ft.config.job import Job
+from elastic_ft.config import Job
 from elastic_ft.config.mistakes import section_of
+from elastic_ft.observe import catalogue, journal
 
+DOCS = Path(__file__).parent
+FIRST = "\n## "
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 BOUNDS = {"ge": ">=", "gt": ">", "lt": "<"}
 SHOWN_MAX = 1000  # of bounds: what nobody comes near is left out
 INTERNAL = ("own",)  # set where a job has a loop
 
 
-def markdown() -> str:
-    """The tables of docs/job-file.md."""
+def page(name: str) -> str:
+    """All of a page, with its tables as they should be."""
+    said, _, _ = (DOCS / name).read_text().partition(FIRST)
+    return said + "\n" + "\n".join(TABLES[name]()).strip() + "\n"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+# ---------------------------------------------------------------------------- journal, metrics
+
+
+def journal_tables() -> list[str]:
+    lines = ["## Of every event", "", "| field | meaning |", "|---|---|"]
+    lines += [f"| `{field.name}` | {_in_words(field)} |" for field in journal.COMMON]
+    for title, group in journal.GROUPS.items():
+        lines += ["", f"## {title}", "", "| event | meaning | fields |", "|---|---|---|"]
+        for event in group:
+            fields = "<br>".join(f"`{field.name}`: {_in_words(field)}" for field in event.fields)
+            lines.append(_row((f"`{event.name}`", event.meaning, fields)))
+    return lines
+
+
+def _in_words(field: journal.Field) -> str:
+    unit = f" ({field.unit})" if field.unit else ""
+    return field.meaning.removesuffix(".") + unit + ("." if field.always else "; not always.")
+
+
+def metrics_tables() -> list[str]:
+    lines = []
+    for title, group in catalogue.GROUPS.items():
+        lines += [f"## {title}", "", "| name | type | unit | labels | meaning |"]
+        lines += ["|---|---|---|---|---|"]
+        for metric in group:
+            labels = ", ".join(metric.labels)
+            cells = (f"`{metric.full_name}`", metric.kind, metric.unit, labels, metric.meaning)
+            lines.append(_row(cells))
+        lines.append("")
+    return lines
+
+
+# --------------------------------------------------------------------------------- the job file
+
+
+def job_file_tables() -> list[str]:
     lines = _table("the job's own", Job, "")
     for name, field in Job.model_fields.items():
         section = section_of(field.annotation)
         if section is not None:
             lines += _table(f"`{name}`", section, f"{name}.")
-    return "\n".join(lines)
+    return lines
 
 
 def every_key(
@@ -59,7 +108,7 @@ def _table(title: str, section: type[BaseModel], prefix: str) -> list[str]:
         if section is Job and ("." in key or section_of(field.annotation) is not None):
             continue  # it has a table of its own
         cells = (f"`{key}`", _kind(field.annotation, field.metadata), _default(field), meaning)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append(_row(cell.replace("|", r"\|") for cell in cells))
     return [*lines, ""]
 
 
@@ -119,5 +168,12 @@ def _comments(section: type[BaseModel]) -> dict[str, str]:
     return found
 
 
+TABLES = {
+    "job-file.md": job_file_tables,
+    "journal.md": journal_tables,
+    "metrics.md": metrics_tables,
+}
+
 if __name__ == "__main__":
-    print(markdown())
+    for name in TABLES:
+        (DOCS / name).write_text(page(name))
