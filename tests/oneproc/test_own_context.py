@@ -170,19 +170,6 @@ def test_each_goes_over_what_goes_over_the_loader() -> None:
     assert seen == [(1, 4), (0, 5), (1, 6)] and shown == [4, 5, 6]
 
 
-@pytest.mark.parametrize(("span", "early"), [((0,), True), ((3,), True), ((4,), False)])
-def test_epochs_that_are_over_before_the_job_s_step(span: tuple[int, ...], early: bool) -> None:
-    """Of who joins after step 8, the last of four epochs."""
-    ctx, loader = context(first=9)
-    assert trained(ctx, loader, *span) == []
-    own = ctx._steering("a test")
-    assert not own.ends_early(made=8), "the script goes on"
-    own.ending = True
-    assert own.ends_early(made=8) is early
-    own.at.begin_step(9)
-    assert not own.ends_early(made=9), "it has trained"
-
-
 def test_epochs_of_so_many_steps() -> None:
     """Whatever a pass over the data is; a second call's may be of others."""
     ctx, loader = context(first=4)
