@@ -113,11 +113,12 @@ class Context(BeforeSteps):
         """
         own = self._steering("epochs")
         self._span = span_of(self._trained_on, own.passed, range(*span), steps)
+        own.span, own.span_last, own.left = str(self._span), self._span.last, ""
         try:
             while self._is_dealt():
                 dealt = self._awaited()
                 if dealt.running.number > self._span.last:
-                    own.passed = self._span.last
+                    own.passed, own.left = self._span.last, own.span
                     return
                 epoch = self._span.epoch_of(dealt.running.number)
                 self._until = self._span.last_of(dealt.running.number)
@@ -126,10 +127,13 @@ class Context(BeforeSteps):
                     raise ConfigError(f"ctx.epochs: nothing asked the loader for epoch {epoch}")
                 self._check_through()
         finally:
-            self._span = None
+            self._span, own.span, own.span_last = None, "", 0
 
     def _check_through(self) -> None:
-        if not self._ended and self.latest is not None and not self.latest.last:
+        is_behind = self._span is not None and (self.awaited_step or 0) > self._until
+        if self._ended or is_behind:  # others may have made the last of its steps
+            return
+        if self.latest is not None and not self.latest.last:
             check_through(self._span, self.latest.number, self._until)
 
     # ------------------------------------------------------------------------------ a step
@@ -412,7 +416,8 @@ class Context(BeforeSteps):
             self._until = last_step(self._span, self._until, given.number, self.latest)
             if self._span is not None and given.number > self._until:
                 return  # the epoch has ended without this process
-            self._given += self._span is None
+            if self._span is None:
+                self._given, self._steering("prepare").left = self._given + 1, ""
             yield given
             if self._dealt is given.dealt:
                 raise ConfigError(

@@ -25,6 +25,9 @@ class EpochSpan:
     numbers: Sequence[int]
     steps: int
 
+    def __str__(self) -> str:
+        return f"{self.numbers}, of {self.steps} steps each, from step {self.before + 1} on"
+
     @property
     def last(self) -> int:
         """Its last step."""

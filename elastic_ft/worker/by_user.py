@@ -45,6 +45,15 @@ RATES = (
     "make them of the step's place (batch.number, enumerated=True, the epoch), or give the count "
     "to ctx.register"
 )
+COUNTED = (
+    "a count of the script's own (of its snapshot, say) begins elsewhere on some ranks: give the "
+    "whole range, as the job knows its epoch, and leave out what loads the script's snapshot"
+)
+EPOCHS = (
+    "ctx.epochs: here over {span}, on another rank over others, as step {step} is made: " + COUNTED
+)
+OVER = "ctx.epochs: {left}, are over here, and the others make step {step}: " + COUNTED
+OVER_THERE = "ctx.epochs: over on another rank, and here step {step} is made: " + COUNTED
 GATHERED, ALIKE = 3, 1e-3  # numbers of ``take_gathered``; by which its ranks may differ
 GATHERED_DIFFERS = (
     "what the script gathers over ranks differs between them: gather, reduce and the like return "
@@ -80,13 +89,28 @@ class ByUser:
         places = [0.0] * groups.world_size
         places[groups.rank or 0] = own.at.place(loop.step)
         self._has_trained = own.made >= loop.step
-        said = [float(own.ending), float(self._has_trained), *places]
-        ending, trained, *places = sum_over_members(said, groups.world_size)
+        early, goes_on = own.ends_early(loop.step), own.wanted > loop.step and not own.ending
+        said = [own.ending and not early, early, goes_on, self._has_trained, *places]
+        sums = sum_over_members([float(value) for value in said], groups.world_size)
+        ending, ended, going, trained, *places = sums
         self._others_have = trained > 0
+        if ended and going:
+            self._part(loop)
         self._over = ending > 0
         places = without_catching_up(places)
         loop.party = Party(groups, places)
         self._ahead_of_others = furthest(places)
+
+    def _part(self, loop: Loop) -> None:
+        """Some scripts are over that have made no step, and others go on: raises ScriptDiffers in
+        the first where the others have made the steps before, and ConfigError in all if nobody
+        has."""
+        ends_early, step = self._own.ends_early(loop.step), loop.step + 1
+        over = OVER.format(left=self._own.left, step=step)
+        if loop.step == 0 or not self._others_have:
+            raise ConfigError(over if ends_early else OVER_THERE.format(step=step))
+        if ends_early:
+            raise ScriptDiffers(over)
 
     @property
     def is_over(self) -> bool:
@@ -103,7 +127,11 @@ class ByUser:
         yield from self._given(loop, dealt)
         own = self._own
         if own.ending:
-            return None
+            if own.ends_early(loop.step - 1) and self._others_have:
+                self._part(loop)
+            return None  # who ends early with the others' step may end as they do
+        check_follows(loop, own, attempt.number)
+        own.wanted = attempt.number
         body, own.body = own.body, None
         attempting, own.attempting = own.attempting, False
         assert attempting or body is not None
@@ -177,7 +205,8 @@ class ByUser:
         if attempt.agreed is not None:  # another optimizer's, of the same step
             agreed = attempt.agree(loss, terms, squares)
             return agreed.tokens, agreed.squares
-        sums = [*sums, self._engine.own.sum_of_groups()]
+        span = zlib.crc32(self._own.span.encode()) >> 12  # squares add up exactly
+        sums = [*sums, span, self._engine.own.sum_of_groups()]
         count, world, named = len(sums), loop.groups.world_size, self._engine.named
         if not self._alike:
             check_named_alike(named.names, world)
@@ -210,8 +239,8 @@ class ByUser:
     def _check_alike(
         self, loop: Loop, sums: Sequence[float], summed: list[float], squared: list[float]
     ) -> None:
-        """Raises where ranks have other checksums. The last one is of optimizers' groups as they
-        are now: who has come in may have a rate of its own, and would make the step with it."""
+        """Raises where ranks have other checksums. The last ones are of what is now: the loop
+        over epochs, and optimizers' groups, as who has come in may have a rate of its own."""
         world = loop.groups.world_size
         number = odd_sum(summed, squared, world)
         if number is None:
@@ -219,6 +248,8 @@ class ByUser:
         names = self._engine.own.names
         if number < len(names):
             why = DIFFERS.format(name=names[number], step=loop.step)
+        elif number == len(names):
+            why = EPOCHS.format(span=self._own.span or "none", step=loop.step + 1)
         else:
             rates = ", ".join(
                 f"{group['lr']:g}" for o in self._engine.optimizers for group in o.param_groups
@@ -320,7 +351,20 @@ def step_aside(loop: Loop, why: str = COMES_LATE) -> NoReturn:
 
 def cannot_go_back(loop: Loop, step: int, passed: int) -> NoReturn:
     """No process goes back in its script. Raises UsageError where no other takes its place."""
-    why = f"step {step} is made again, of a ctx.epochs that its script has left after step {passed}"
+    leave_to_another(
+        loop, f"step {step} is made again, of a ctx.epochs that its script has left after {passed}"
+    )
+
+
+def check_follows(loop: Loop, own: Steering, step: int) -> None:
+    """Nobody is in the middle of a ctx.epochs that ends before ``step``: who broke off in its last
+    step, which others have made, is, and would make ``step`` with the function of that loop."""
+    if own.at.step > 0 and own.span_last < step and own.span:
+        why = f"its script is in step {own.at.step} of a ctx.epochs that ends with {own.span_last}"
+        leave_to_another(loop, f"{why}, and the others, who have made that, make step {step}")
+
+
+def leave_to_another(loop: Loop, why: str) -> NoReturn:
     if loop.job.elastic.max_workers == 1:
         raise UsageError(f"ctx.epochs: {why}: start the job again, it goes on from there")
     step_aside(loop, f"{why}: another worker begins there")

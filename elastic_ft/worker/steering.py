@@ -67,7 +67,10 @@ class Steering:
         gathered: a sum of what the script takes for the same on all ranks, since the step before.
         result: of the last ``body``.
         made: the last step that its script has made, in this process.
-        passed: the last step of loops over epochs that its script has left.
+        wanted: the last step that its script has wanted to make, in this process.
+        span, span_last: the loop over epochs that its script is in, in words, and its last step.
+        passed, left: the last step of loops over epochs that its script has left; the last of them,
+            where nothing else came after it.
         at: where its code is; it outlives a generation.
     """
 
@@ -85,13 +88,22 @@ class Steering:
     gathered: float | None = None
     result: Any = None
     made: int = 0
+    wanted: int = 0
+    span: str = ""
+    span_last: int = 0
     passed: int = 0
+    left: str = ""
     at: Whereabouts = field(default_factory=Whereabouts)
 
     @property
     def kept(self) -> list[Any]:
         """What the script has prepared or registered."""
         return [*self.engine.models, *self.engine.optimizers, *self.engine.own.things]
+
+    def ends_early(self, made: int) -> bool:
+        """Whether its script is over, and has made no step, as its loops over epochs end with step
+        ``made`` of the job, or before it."""
+        return self.ending and self.at.is_new and bool(self.left) and self.passed <= made
 
     def take_errand(self) -> Callable[[Any], Any] | None:
         errand, self.errand = self.errand, None

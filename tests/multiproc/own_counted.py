@@ -1,7 +1,8 @@
 """A loop that is left by what others do not have, and goes on after it.
 
 Arguments: a folder for what it tells; "count": after as many steps as this process has made;
-"rank": rank 0 alone leaves; "evaluate": rank 0 alone evaluates.
+"rank": rank 0 alone leaves; "evaluate": rank 0 alone evaluates; "epochs": two epochs, whose numbers
+are others for who finds a snapshot; "over": two epochs, but none for who finds one.
 """
 
 import json
@@ -46,9 +47,18 @@ def loss(micro):
     return float(F.mse_loss(model(micro[0]), micro[1], reduction="sum")), len(micro[0])
 
 
-for made, batch in enumerate(loader, 1):
+def batches():
+    if WHAT not in ("epochs", "over"):
+        return loader
+    first = 2 * (OUT / "snapshot").exists()
+    last = 2 if WHAT == "over" else first + 2
+    return (batch for _ in ctx.epochs(first, last, steps=LAST) for batch in loader)
+
+
+for made, batch in enumerate(batches(), 1):
     step = train_step(batch)
     tell(step=step.number)
+    (OUT / "snapshot").touch()
     if WHAT == "count" and made == LAST:
         break
     if WHAT == "rank" and ctx.rank == 0 and step.number == LAST:

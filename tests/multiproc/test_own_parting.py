@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from elastic_ft.config import Job
+from elastic_ft.controller.controller import Controller
 from elastic_ft.faults import PointFault
-from tests.multiproc.harness import PATIENT, ROOT
+from tests.multiproc.harness import PATIENT, ROOT, Gate, run_job
 from tests.multiproc.test_own_loop import make_job, run, told
 
 LAST = 8  # step
@@ -49,3 +52,31 @@ def test_what_one_rank_alone_evaluates_is_told_of(tmp_path: Path) -> None:
     assert not found.all("worker_lost"), found.story()
     parted, where = found.all("ranks_part"), "in evaluation or export 1 between two steps"
     assert parted and all(where in line["reason"] for line in parted), found.story()
+
+
+class UntilRefused(Gate):
+    """Whoever is refused does not make the world whole: nobody waits for another."""
+
+    def __call__(self, controller: Controller) -> None:
+        if controller.state.unfit:
+            self._open()
+        else:
+            super().__call__(controller)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("epochs", "ctx.epochs: here over range(2, 4), of 8 steps each"),
+        ("over", "ctx.epochs: range(2, 2), of 8 steps each, from step 1 on, are over here"),
+    ],
+)
+def test_who_begins_at_another_epoch_is_refused(tmp_path: Path, what: str, why: str) -> None:
+    """That of a snapshot of the script: all ended with its last step, half of the epochs unmade."""
+    job = parting(tmp_path, what)
+    gate, fault = UntilRefused(tmp_path / "told/gate"), PointFault("backward", rank=1, step=3)
+    found = run_job(job, tmp_path / "run", faults=(fault,), watch=gate)
+    assert found.result["status"] == "completed", found.story()
+    assert [line["step"] for line in found.steps] == [*range(1, 2 * LAST + 1)], found.story()
+    refused = [line["reason"] for line in found.all("worker_refused")]
+    assert refused and all(why in said for said in refused), found.story()

@@ -154,7 +154,7 @@ def test_what_is_captured_anew_is_not_what_a_snapshot_still_copies() -> None:
         attempt=lambda running: None,
         named=SimpleNamespace(),
     )
-    at = SimpleNamespace(begin_step=lambda number: None)
+    at = SimpleNamespace(begin_step=lambda number: None, step=0)
     own = SimpleNamespace(engine=engine, at=at, body=body, attempting=False, ending=False)
     own.checkpoint, own.take_errand, own.take_logged = False, lambda: None, dict
     own.passed, own.goes_on = 0, None
