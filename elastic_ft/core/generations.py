@@ -16,6 +16,7 @@ from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.commits import abandon_void_attempts, await_checkpoint, commit_steps, finish
 from elastic_ft.core.deadlines import form_s
 from elastic_ft.core.keepers import forget_void, look_again
+from elastic_ft.core.measuring import learn_rate, restart_paces
 from elastic_ft.core.outages import suspend_reading, waits_for_store
 from elastic_ft.core.records import Episode
 from elastic_ft.core.recoveries import close_episode
@@ -34,7 +35,7 @@ from elastic_ft.core.restoring import (
 from elastic_ft.core.standby import bench, dismiss, idle_in_words, release
 from elastic_ft.core.state import State, Turn, is_current
 from elastic_ft.core.table import Table
-from elastic_ft.core.world import World, choose_world, deal_experts, learn_rate, why_idle
+from elastic_ft.core.world import World, choose_world, deal_experts, why_idle
 
 # ----------------------------------------------------------------------------------- how one ends
 
@@ -259,13 +260,13 @@ def _begin(turn: Turn, world: World, source: Source, why: str) -> None:
         done=0,
         idle=why_idle(turn, world),
         benched=bench(turn, keep, source.step),
-        paces=Table(),
         deferred_at_s=None,
         bytes_moved=0,
         bytes_come=False,
         writers=writers,
         pending=pending_after_restore(turn, assignment),
     )
+    restart_paces(turn)
     forget_void(turn)
     turn.do(cmd.FormGeneration(assignment))
     turn.timer("form", _form_timeout_s(turn))

@@ -23,6 +23,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Member
 from elastic_ft.core.keepers import keeper_holds, keeper_ready, stop_awaiting, unkept
 from elastic_ft.core.lineage import Lineage
+from elastic_ft.core.measuring import note_experts, note_step
 from elastic_ft.core.outages import REREAD, may_read_again
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.records import Uploads
@@ -35,8 +36,6 @@ from elastic_ft.core.world import (
     choose_world,
     has_joiners,
     joiners,
-    note_experts,
-    note_step,
     wanted,
     why_not_resized,
     why_wait,

@@ -165,6 +165,33 @@ class Unreached:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What workers have shown of the model, of their devices and of links, and how fast each is.
+
+    Written by ``measuring`` alone. Read by ``world``, to plan the next layout, and by
+    ``stragglers``. Tuples have the newest last, and are bounded.
+
+    Attributes:
+        paces: of this generation, by worker: seconds of the same computation, step by step.
+        evicted: where somebody was found too slow and let go: a node for each of them.
+        steps_s: seconds of this generation's steps, where the planner lays out.
+        least_waits: of some of these steps, by number: the least share of it, 0 to 1, that any
+            rank has waited for links.
+        flops_per_s: operations per second that devices reach; None: not measured.
+        links: times the bandwidths assumed, likewise.
+        experts: of each layer, as workers say; 0: none has.
+    """
+
+    paces: Table[WorkerId, tuple[float, ...]] = field(default_factory=Table)
+    evicted: tuple[NodeId, ...] = ()
+    steps_s: tuple[float, ...] = ()
+    least_waits: tuple[tuple[int, float], ...] = ()
+    flops_per_s: float | None = None
+    links: float | None = None
+    experts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Adoption:
     """A controller that goes on where another was.
 

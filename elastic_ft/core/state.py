@@ -23,6 +23,7 @@ from elastic_ft.core.records import (
     Adoption,
     Episode,
     LeftBehind,
+    Measured,
     Outage,
     PendingStep,
     Recovery,
@@ -58,14 +59,7 @@ class State:
     benched: dict[WorkerId, int] = field(default_factory=dict)
     idle: dict[WorkerId, str] = field(default_factory=dict)  # without a rank as of _form, and why
     deferred_at_s: float | None = None  # since when joiners wait for better times
-    paces: Table[WorkerId, tuple[float, ...]] = field(default_factory=Table)  # newest last
-    evicted: tuple[NodeId, ...] = ()  # nodes of evicted stragglers
-    steps_s: tuple[float, ...] = ()  # of this generation, where the planner lays out
-    # Of some of these steps, the least share of it that any rank has waited for links.
-    least_waits: tuple[tuple[int, float], ...] = ()
-    flops_per_s: float | None = None  # that devices reach, as far as that was measured
-    links: float | None = None  # times the bandwidths assumed, likewise
-    experts: int = 0  # of each layer, as workers say
+    measured: Measured = field(default_factory=Measured)
     releasing: frozenset[WorkerId] = frozenset()  # released, and not known to have ended
     # Lost or released, the last ones: an id is never used again.
     gone: Table[WorkerId, None] = field(default_factory=Table)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic_ft.core.measuring import note_eviction, restart_paces
 from elastic_ft.core.state import Turn
-from elastic_ft.core.table import Table
 from elastic_ft.core.world import choose_world
 
 EVICTIONS_MAX = 2  # per node: its successor there was no better
@@ -53,10 +53,10 @@ def _median(values: Sequence[float]) -> float:
 def judge_stragglers(turn: Turn) -> str:
     """Why somebody who holds all others up is to leave; empty if nobody is. The evidence is
     journalled, for one that is kept as well."""
-    policy, state = turn.policy, turn.state
-    if state.paces.keys() != state.ranks.keys():
+    policy, state, paces = turn.policy, turn.state, turn.state.measured.paces
+    if paces.keys() != state.ranks.keys():
         return ""
-    found = find_straggler(state.paces, policy.straggler_factor, policy.straggler_window_steps)
+    found = find_straggler(paces, policy.straggler_factor, policy.straggler_window_steps)
     if found is None:
         return ""
     node = state.ready[found.worker].node
@@ -66,9 +66,10 @@ def judge_stragglers(turn: Turn) -> str:
     )
     fields = {"worker": found.worker, "node": node, "rank": state.ranks[found.worker]}
     fields |= {"pace_s": found.pace_s, "typical_s": found.typical_s}
-    turn.set(paces=Table(), leaving={**state.leaving, found.worker: why})
+    restart_paces(turn)
+    turn.set(leaving={**state.leaving, found.worker: why})
     kept = ""
-    if state.evicted.count(node) >= EVICTIONS_MAX:
+    if state.measured.evicted.count(node) >= EVICTIONS_MAX:
         kept = f"{EVICTIONS_MAX} workers of {node} were evicted before"
     elif isinstance(world := choose_world(turn), str):
         kept = world
@@ -79,5 +80,5 @@ def judge_stragglers(turn: Turn) -> str:
         turn.journal("straggler_kept", f"{why}; {kept}", **fields)
         return ""
     turn.journal("straggler_evicted", why, **fields)
-    turn.set(evicted=(*state.evicted, node))
+    note_eviction(turn, node)
     return why

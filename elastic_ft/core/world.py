@@ -6,22 +6,21 @@ multiples where it says so. Workers that do not fit stay warm, and are named wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from elastic_ft.core.assignment import Member, NodeId, Source, Tier
-from elastic_ft.core.events import ResizeRequested, StepApplied
-from elastic_ft.core.layouts.calibration import STEPS_MAX, as_measured, calibrate
+from elastic_ft.core.events import ResizeRequested
 from elastic_ft.core.layouts.expert_owners import allot, weigh, with_owners
-from elastic_ft.core.layouts.layout import EXPERTS_MAX, Layout, ShardPlace, plan_layout
+from elastic_ft.core.layouts.layout import Layout, ShardPlace, plan_layout
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout
 from elastic_ft.core.layouts.moved import Previous
 from elastic_ft.core.layouts.planner import Limits, Planning, best
 from elastic_ft.core.layouts.work import Devices, Work
+from elastic_ft.core.measuring import measured_devices
 from elastic_ft.core.policy import Policy
-from elastic_ft.core.state import Turn, is_current
+from elastic_ft.core.state import Turn
 
 WINDOW_S = 600.0  # in which changes of membership are counted
 ASSUMED_PAUSE_S = 5.0  # of a planned change, before one was measured
@@ -79,7 +78,7 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
     assert planning is not None
     placed = [member for on_node in nodes.values() for member in on_node]
     devices = replace(
-        _measured(turn, planning),
+        measured_devices(turn, planning),
         nodes=tuple(map(len, nodes.values())),
         memory_bytes=_memory_bytes(planning, placed),
     )
@@ -107,15 +106,9 @@ def _best(
         return str(error)
 
 
-def note_experts(turn: Turn, experts: int) -> None:
-    """What a worker says of its model: all have the same."""
-    if 0 < experts <= EXPERTS_MAX:
-        turn.set(experts=experts)
-
-
 def deal_experts(turn: Turn, world: World, source: Source) -> World:
     """Where ranks share experts out: who has which, so that the least of ``source`` is moved."""
-    layout, experts = world.layout, turn.state.experts
+    layout, experts = world.layout, turn.state.measured.experts
     if not layout.shares_experts or not experts:
         return world
     former = Layout.of_shard_space(source.space) if source.space else Layout()
@@ -133,37 +126,6 @@ def deal_experts(turn: Turn, world: World, source: Source) -> World:
         new = sum(not weights[owner][expert] for expert, owner in enumerate(owners))
         why += f", of which {new} of {experts} go to ranks that have nothing of them"
     return replace(world, layout=with_owners(layout, owners), why=why)
-
-
-def _measured(turn: Turn, planning: Planning) -> Devices:
-    return as_measured(planning.devices, turn.state.flops_per_s, turn.state.links)
-
-
-def learn_rate(turn: Turn) -> None:
-    """What the generation that ends has shown of its devices and links: the next layout is planned
-    by it."""
-    planning, old, state = turn.policy.planning, turn.state.assignment, turn.state
-    turn.set(steps_s=(), least_waits=())
-    if planning is None or old is None:
-        return
-    counts = tuple(map(len, by_node(old.members).values()))
-    devices = replace(_measured(turn, planning), nodes=counts)
-    steps = state.steps_s, tuple(share for _, share in state.least_waits)
-    found = calibrate(planning.work, devices, planning.limits, old.layout, *steps)
-    if found is None:
-        return
-    links = state.links if found.links is None else (state.links or 1.0) * found.links
-    turn.set(flops_per_s=found.flops_per_s or state.flops_per_s, links=links)
-    turn.journal(
-        "calibrated",
-        str(found),
-        layout=str(found.layout),
-        measured_s=found.measured_s,
-        predicted_s=found.predicted_s,
-        flops_per_s=found.flops_per_s,
-        waited_s=found.waited_s,
-        links=links,
-    )
 
 
 def _limits(policy: Policy) -> Limits:
@@ -280,33 +242,3 @@ def why_wait(turn: Turn, after: int) -> str:
         f"{repaid_s:.0f} s to repay; it should within {within_s:.0f} s: {losses} losses in the "
         f"last {WINDOW_S:.0f} s"
     )
-
-
-# ------------------------------------------------------------------------ what was measured
-
-
-def note_step(turn: Turn, event: StepApplied) -> None:
-    """What a member of the running generation says of a step's time, where it decides something."""
-    policy, state = turn.policy, turn.state
-    if policy.planning is None and not policy.evict_stragglers:
-        return
-    rank = state.ranks.get(event.worker)
-    if state.phase != "running" or rank is None:
-        return
-    if not is_current(turn, event.worker, event.generation):
-        return
-    if policy.planning is not None and rank == 0 and event.took_s:
-        turn.set(steps_s=(*state.steps_s, event.took_s)[-STEPS_MAX:])
-    if policy.planning is not None and event.took_s and "links_s" in event.spent:
-        _note_waited(turn, event.step, event.spent["links_s"] / event.took_s)
-    if policy.evict_stragglers and event.pace_s:
-        kept = policy.straggler_window_steps * 2
-        paces = (*state.paces.get(event.worker, ()), event.pace_s)[-kept:]
-        turn.set(paces=state.paces.put(event.worker, paces))
-
-
-def _note_waited(turn: Turn, step: int, share: float) -> None:
-    """The least of all ranks': who comes last waits for links alone, the others for it, too."""
-    known = dict(turn.state.least_waits)
-    if share < known.get(step, math.inf):
-        turn.set(least_waits=tuple({**known, step: share}.items())[-STEPS_MAX:])

@@ -261,7 +261,7 @@ def test_a_running_jobs_steps_say_what_its_devices_reach() -> None:
         for worker in script.ranks:
             script.tell(StepApplied, worker, 1, number, {"loss": 1.0}, took_s=took_s)
     lose(script, "w7", 11)
-    assert script.state.flops_per_s == pytest.approx(5e12, rel=1e-3)
+    assert script.state.measured.flops_per_s == pytest.approx(5e12, rel=1e-3)
     (found,) = script.journalled("calibrated")
     assert found.startswith(f"ddp8 takes {took_s:.4g} s a step")
     assert found.endswith("devices reach 5 TFLOP/s")
@@ -303,11 +303,11 @@ def test_measured_waits_say_what_its_links_reach() -> None:
             told = {"took_s": time.total, "spent": spent}
             script.tell(StepApplied, worker, 1, number, {"loss": 1.0}, **told)
     lose(script, "w7", 11)
-    assert script.state.flops_per_s == pytest.approx(5e12, rel=1e-3)
-    assert script.state.links == pytest.approx(0.01, rel=1e-2)
+    assert script.state.measured.flops_per_s == pytest.approx(5e12, rel=1e-3)
+    assert script.state.measured.links == pytest.approx(0.01, rel=1e-2)
     (found,) = script.journalled("calibrated")
     assert "s are waited for links, which reach 0.01 times what was assumed" in found
-    assert script.state.least_waits == ()
+    assert script.state.measured.least_waits == ()
 
 
 def test_waits_for_slower_ranks_are_not_the_links() -> None:
@@ -326,8 +326,8 @@ def test_waits_for_slower_ranks_are_not_the_links() -> None:
             told = {"took_s": time.total + time.without_links, "spent": spent}
             script.tell(StepApplied, worker, 1, number, {"loss": 1.0}, **told)
     lose(script, "w7", 11)
-    assert script.state.links == pytest.approx(1.0, rel=1e-2)
-    assert script.state.flops_per_s == pytest.approx(2.5e12, rel=1e-2)
+    assert script.state.measured.links == pytest.approx(1.0, rel=1e-2)
+    assert script.state.measured.flops_per_s == pytest.approx(2.5e12, rel=1e-2)
 
 
 def test_a_first_world_has_those_who_are_near_as_neighbours() -> None:
