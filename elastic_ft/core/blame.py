@@ -10,6 +10,7 @@ that made the last step goes on without those. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from elastic_ft.core.assignment import NodeId, WorkerId
 from elastic_ft.core.commands import AvoidNode
@@ -25,6 +26,11 @@ TRIES_MAX = 3  # generations that a joiner is in and that break, before it is bl
 # ---------------------------------------------------------------------- what is borne how often
 
 
+def begin_to_count(turn: Turn) -> None:
+    """A generation ends: it counts for nobody yet."""
+    turn.set(blame=replace(turn.state.blame, charged=frozenset(), broke=""))
+
+
 def count_end(turn: Turn, cause: str, why: str, nodes: Iterable[NodeId] = ()) -> bool:
     """A generation ends before its time; ``nodes``: where somebody was lost, if that is why.
 
@@ -33,13 +39,13 @@ def count_end(turn: Turn, cause: str, why: str, nodes: Iterable[NodeId] = ()) ->
     nodes = tuple(nodes)
     if nodes:
         return count_losses(turn, nodes, why)
-    turn.set(broke=why if cause in BROKEN else "")
-    fruitless = turn.state.fruitless
+    turn.set(blame=replace(turn.state.blame, broke=why if cause in BROKEN else ""))
+    fruitless = turn.state.blame.fruitless
     if fruitless >= turn.policy.max_generations_without_progress:
         reason = f"{fruitless} generations without a committed step, the last one: {why}"
         finish(turn, "failed", f"{reason}; {turn.last_good()}")
         return False
-    turn.set(fruitless=fruitless + 1)
+    turn.set(blame=replace(turn.state.blame, fruitless=fruitless + 1))
     return True
 
 
@@ -48,27 +54,36 @@ def count_losses(
 ) -> bool:
     """For each of the nodes, once a generation. Returns as ``count_end`` does."""
     for node in dict.fromkeys(nodes):
-        if node in turn.state.charged:
+        blame = turn.state.blame
+        if node in blame.charged:
             continue
-        count = turn.state.losses.get(node, 0) + times
+        count = blame.losses.get(node, 0) + times
         if count > turn.policy.max_generations_without_progress:
             ended = f"{count} generations without a committed step have ended with {what} {node}"
             finish(turn, "failed", f"{ended}, the last one: {why}; {turn.last_good()}")
             return False
-        turn.set(losses={**turn.state.losses, node: count}, charged=turn.state.charged | {node})
+        losses, charged = {**blame.losses, node: count}, blame.charged | {node}
+        turn.set(blame=replace(blame, losses=losses, charged=charged))
     return True
 
 
 def explain_break(turn: Turn) -> None:
     """The generation that ended last did so for a reason that has come to light since."""
-    if turn.state.broke:
-        turn.set(broke="", fruitless=max(0, turn.state.fruitless - 1))
+    blame = turn.state.blame
+    if blame.broke:
+        turn.set(blame=replace(blame, broke="", fruitless=max(0, blame.fruitless - 1)))
+
+
+def note_explained(turn: Turn) -> None:
+    """The generation that ended last is none that broke for no known reason."""
+    turn.set(blame=replace(turn.state.blame, broke=""))
 
 
 def forget_losses(turn: Turn, node: NodeId) -> None:
     """The node itself is gone: it takes nobody any more."""
-    losses = turn.state.losses
-    turn.set(losses={where: count for where, count in losses.items() if where != node})
+    blame = turn.state.blame
+    losses = {where: count for where, count in blame.losses.items() if where != node}
+    turn.set(blame=replace(blame, losses=losses))
 
 
 # ------------------------------------------------------------------------------- joiners
@@ -79,13 +94,13 @@ def blame_joiners(turn: Turn) -> bool:
 
     Those of the world that made the last step are never blamed: they have shown that they can.
     """
-    state, why = turn.state, turn.state.broke
-    turn.set(broke="")
-    new = [worker for worker in state.ranks if worker not in state.proven]
+    state, blame, why = turn.state, turn.state.blame, turn.state.blame.broke
+    note_explained(turn)
+    new = [worker for worker in state.ranks if worker not in blame.proven]
     if not why or not new or len(new) == len(state.ranks):
         return True
-    suspects = {worker: state.suspects.get(worker, 0) + 1 for worker in new}
-    turn.set(suspects=suspects)
+    suspects = {worker: blame.suspects.get(worker, 0) + 1 for worker in new}
+    turn.set(blame=replace(turn.state.blame, suspects=suspects))
     limit = min(TRIES_MAX, turn.policy.max_generations_without_progress)
     bad = [worker for worker, times in suspects.items() if times >= limit]
     return not bad or _leave_out(turn, bad, limit, why)
@@ -110,6 +125,7 @@ def _leave_out(turn: Turn, bad: list[WorkerId], times: int, why: str) -> bool:
             release(turn, worker, reason)
     for node in dict.fromkeys(nodes.values()):
         turn.do(AvoidNode(node, for_s, reason))
-    turn.set(fruitless=max(0, turn.state.fruitless - times))  # they count for the nodes instead
+    blame = turn.state.blame  # they count for the nodes instead
+    turn.set(blame=replace(blame, fruitless=max(0, blame.fruitless - times)))
     what = "workers left out on"
     return count_losses(turn, nodes.values(), why, times=times, what=what)

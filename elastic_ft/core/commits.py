@@ -92,9 +92,9 @@ def commit_steps(turn: Turn) -> None:
             )
         )
         rest = {s: p for s, p in turn.state.pending.items() if s != number}
-        turn.set(committed=number, pending=rest, fruitless=0, losses={}, suspects={})
-        if made_by := turn.state.writers.get(pending.generation):
-            turn.set(proven=made_by.workers)
+        made_by = turn.state.writers.get(pending.generation)
+        blame = turn.state.blame.forgiven(made_by.workers if made_by else None)
+        turn.set(committed=number, pending=rest, blame=blame)
     drop_old(turn)
     _commit_checkpoints(turn)
     finish_if_done(turn)

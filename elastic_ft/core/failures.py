@@ -10,7 +10,7 @@ from dataclasses import replace
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import NodeId, Source, Tier, WorkerId
-from elastic_ft.core.blame import explain_break, forget_losses
+from elastic_ft.core.blame import explain_break, forget_losses, note_explained
 from elastic_ft.core.commits import abandon_attempts_of, finish
 from elastic_ft.core.generations import escalate, explain_ending, pause, who_is_late
 from elastic_ft.core.keepers import await_report, forget_keeper, reads_from
@@ -157,7 +157,7 @@ def worker_raised(turn: Turn, event: ev.WorkerRaised) -> None:
     elif state.phase in ("running", "forming"):
         pause(turn, "worker_raised", f"{event.worker} raised: {event.error}", abort=True)
     elif state.phase == "pausing":
-        turn.set(broke="")  # by that
+        note_explained(turn)  # by that
         if not state.abort:
             escalate(turn, f"{event.worker} raised: {event.error}")
 
@@ -211,7 +211,8 @@ def source_refused(turn: Turn, event: ev.SourceRefused) -> None:
     elif entry in state.refused:
         return
     else:
-        turn.set(refused=state.refused | {entry}, broke="")
+        turn.set(refused=state.refused | {entry})
+        note_explained(turn)
         _strike(turn, source, event)
     if not is_late:
         reason = f"{event.holder}: {event.reason}"

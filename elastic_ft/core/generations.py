@@ -11,7 +11,13 @@ from collections.abc import Iterable
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Assignment, NodeId, Source, Tier, WorkerId
-from elastic_ft.core.blame import blame_joiners, count_end, count_losses, explain_break
+from elastic_ft.core.blame import (
+    begin_to_count,
+    blame_joiners,
+    count_end,
+    count_losses,
+    explain_break,
+)
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.commits import abandon_void_attempts, await_checkpoint, commit_steps, finish
 from elastic_ft.core.deadlines import form_s
@@ -55,7 +61,7 @@ def pause(
     ``nodes``: where somebody was lost, if that is why. ``counts``: as a failure, if it is broken
     off; what is meant does not.
     """
-    turn.set(charged=frozenset(), broke="")
+    begin_to_count(turn)
     if abort and counts and not count_end(turn, cause, reason, nodes):
         return
     state = turn.state

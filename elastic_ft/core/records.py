@@ -219,6 +219,34 @@ class Adoption:
 
 
 @dataclass(frozen=True, slots=True)
+class Blame:
+    """Generations that ended without a step since the last committed one, and whom that counts for.
+
+    Written by ``blame`` alone; a step that is committed is ``forgiven``.
+
+    Attributes:
+        fruitless: how many ended with all of their members alive.
+        losses: how many ended with a loss, by node.
+        charged: nodes that the newest end counts for.
+        broke: why the newest one ended, if nobody was lost and nothing else explains it.
+        proven: the members of the world that made the last step.
+        suspects: others, and how many generations broke that they were in.
+    """
+
+    fruitless: int = 0
+    losses: dict[NodeId, int] = field(default_factory=dict)
+    charged: frozenset[NodeId] = frozenset()
+    broke: str = ""
+    proven: frozenset[WorkerId] = frozenset()
+    suspects: dict[WorkerId, int] = field(default_factory=dict)
+
+    def forgiven(self, members: frozenset[WorkerId] | None) -> Blame:
+        """A step is committed. ``members``: of the world that made it, where that is known."""
+        proven = self.proven if members is None else members
+        return Blame(charged=self.charged, broke=self.broke, proven=proven)
+
+
+@dataclass(frozen=True, slots=True)
 class LeftBehind:
     """What ended workers left with the keepers of their nodes.
 

@@ -21,6 +21,7 @@ from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.records import (
     Adoption,
+    Blame,
     Episode,
     LeftBehind,
     Measured,
@@ -90,14 +91,7 @@ class State:
     episode: Episode | None = None
     recoveries: tuple[Recovery, ...] = ()  # the last ones; each is journalled
     failures: int = 0  # recoveries from what nobody had planned, since the start
-    # Since the last committed step, generations that ended without one: with all of their members
-    # alive, and with a loss, by node. Where the newest end is counted; why, if nobody was lost.
-    fruitless: int = 0
-    losses: dict[NodeId, int] = field(default_factory=dict)
-    charged: frozenset[NodeId] = frozenset()
-    broke: str = ""
-    proven: frozenset[WorkerId] = frozenset()  # the members of the world that made the last step
-    suspects: dict[WorkerId, int] = field(default_factory=dict)  # others, and what broke with them
+    blame: Blame = field(default_factory=Blame)
     user_failures: tuple[int, int, int] = (-1, 0, 0)  # last step, how many in a row, generation
     stopping: str = ""
     finish: FinishJob | None = None  # how the job has ended

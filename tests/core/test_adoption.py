@@ -191,7 +191,7 @@ def test_what_was_being_formed_is_given_up_and_nobody_is_blamed() -> None:
     script.paused("a", *script.copies("a", 2))
     script.paused("b", *script.copies("b", 2))
     assert script.state.phase == "forming" and script.state.generation == 2
-    fruitless, losses = script.state.fruitless, script.state.losses
+    fruitless, losses = script.state.blame.fruitless, script.state.blame.losses
     (_, pause, _, _) = changed(script)
     assert isinstance(pause, PauseWorkers)
     assert (pause.generation, pause.workers, pause.abort) == (3, ("a", "b"), True)
@@ -199,7 +199,7 @@ def test_what_was_being_formed_is_given_up_and_nobody_is_blamed() -> None:
     assert [c.workers for c in again if isinstance(c, PauseWorkers)] == [("a",), ("b",)]
     script.paused("a", *script.copies("a", 2))
     assert assignment_in(script.paused("b", *script.copies("b", 2))).source.step == 2
-    assert (script.state.fruitless, script.state.losses) == (fruitless, losses)
+    assert (script.state.blame.fruitless, script.state.blame.losses) == (fruitless, losses)
 
 
 def test_of_what_had_formed_unheard_it_is_told() -> None:

@@ -42,7 +42,7 @@ def pause(script: Script) -> list[Command]:
     commands: list[Command] = []
     for name in script.ranks:
         if script.state.phase == "pausing" and name in script.state.ready:
-            trained = name in script.state.proven
+            trained = name in script.state.blame.proven
             held = (script.live(name, script.state.committed),) if trained else ()
             commands += script.paused(name, *held)
     return commands
@@ -111,7 +111,7 @@ def test_a_lost_node_does_not_come_back_and_counts_no_more() -> None:
     for name in "bcde":
         lose(script, name)
     script.tell(NodeLost, "n2", "gone")
-    assert script.state.phase == "pausing" and not script.state.losses.get("n2", 0) > 1
+    assert script.state.phase == "pausing" and not script.state.blame.losses.get("n2", 0) > 1
 
 
 def test_a_step_forgives_all_losses() -> None:
@@ -121,7 +121,7 @@ def test_a_step_forgives_all_losses() -> None:
         script.ready(name, "n-b")
         script.resume()
         script.train(number)
-    assert script.state.committed == 7 and not script.state.losses
+    assert script.state.committed == 7 and not script.state.blame.losses
 
 
 def test_a_keeper_that_is_lost_while_it_is_read_counts_for_its_node() -> None:
@@ -131,7 +131,7 @@ def test_a_keeper_that_is_lost_while_it_is_read_counts_for_its_node() -> None:
     script.train(1)
     script.tell(WorkerLost, "b", "killed")
     script.tell(KeeperLost, "n2")
-    assert script.state.fruitless == 0
+    assert script.state.blame.fruitless == 0
 
 
 def test_a_joiner_that_reads_other_data_counts_for_its_node() -> None:
@@ -196,7 +196,7 @@ def test_a_joiner_with_which_no_generation_forms_is_done_without() -> None:
     assert ReleaseWorker("c", why) in commands and avoided(commands) == ["n-c"]
     script.resume()
     script.train(2)
-    assert script.state.committed == 2 and not script.state.suspects
+    assert script.state.committed == 2 and not script.state.blame.suspects
 
 
 def test_nor_one_with_which_it_does_not_form_in_time() -> None:
@@ -265,7 +265,7 @@ def test_who_trained_a_step_that_was_committed_later_is_no_joiner() -> None:
         script.paused(name, script.live(name, 2))
     script.resume()
     script.train(2)
-    assert script.state.committed == 2 and script.state.proven == {"a", "b", "c"}
+    assert script.state.committed == 2 and script.state.blame.proven == {"a", "b", "c"}
 
 
 def test_a_loss_explains_what_broke() -> None:
@@ -274,7 +274,7 @@ def test_a_loss_explains_what_broke() -> None:
     for name in "dcb":
         script.tell(CollectiveFailed, "a", script.assignment.generation, 1, ERROR)
         lose(script, name)
-    assert script.ranks == ("a", "e") and not script.state.suspects
+    assert script.ranks == ("a", "e") and not script.state.blame.suspects
 
 
 def test_so_does_damage_that_is_told_late() -> None:
@@ -284,7 +284,7 @@ def test_so_does_damage_that_is_told_late() -> None:
     script.tell(CollectiveFailed, "b", generation, 1, ERROR)
     script.tell(SourceRefused, "a", generation, "b", "digest differs", next(iter(source.holders)))
     pause(script)
-    assert not script.state.suspects
+    assert not script.state.blame.suspects
 
 
 def test_so_does_what_a_users_code_raises() -> None:
@@ -294,7 +294,7 @@ def test_so_does_what_a_users_code_raises() -> None:
     script.tell(CollectiveFailed, "b", generation, 1, ERROR)
     script.tell(WorkerRaised, "a", generation, 1, "ValueError")
     pause(script)
-    assert not script.state.suspects
+    assert not script.state.blame.suspects
 
 
 def test_the_latest_joiner_is_not_blamed_for_the_one_before() -> None:
@@ -308,7 +308,7 @@ def test_the_latest_joiner_is_not_blamed_for_the_one_before() -> None:
     assert script.ranks == ("a", "b", "d")
     script.resume()
     script.train(2)
-    assert script.state.proven == {"a", "b", "d"}
+    assert script.state.blame.proven == {"a", "b", "d"}
 
 
 def test_one_after_another_is_done_without_and_none_ends_the_job() -> None:
@@ -320,7 +320,7 @@ def test_one_after_another_is_done_without_and_none_ends_the_job() -> None:
             break_off(script)
         assert script.state.phase == "forming" and script.ranks == ("a", "b")
         script.resume()
-    assert script.state.fruitless == 0
+    assert script.state.blame.fruitless == 0
 
 
 def test_one_that_can_not_be_spared_is_replaced() -> None:

@@ -393,7 +393,7 @@ def test_a_keeper_that_does_not_answer_is_asked_again_and_nothing_is_struck() ->
         assert assignment_in(unreached(script)).source.holders[S1] == (
             ("keeper:n2/b", Tier.KEEPER),
         )
-    assert not script.state.refused and script.state.fruitless == 0
+    assert not script.state.refused and script.state.blame.fruitless == 0
     assert script.journalled("source_unreadable") == [f"{GONE}; it is asked again"] * 2
     script.resume()
     assert script.state.committed == 11 and not script.state.unreached
@@ -443,7 +443,7 @@ def test_a_refusal_that_is_late_is_heard_of_keepers_too() -> None:
     script = reading_from_n2()
     generation = script.state.generation
     script.tell(CollectiveFailed, "c", generation, 11, "reset")
-    assert script.state.fruitless == 1
+    assert script.state.blame.fruitless == 1
     how: dict[str, Any] = {"kind": UNREACHABLE}
     assert script.tell(SourceRefused, "a", generation, "keeper:n2/b", GONE, **how) == []
-    assert len(script.state.unreached) == 1 and script.state.fruitless == 0
+    assert len(script.state.unreached) == 1 and script.state.blame.fruitless == 0

@@ -80,7 +80,7 @@ def test_pauses_between_the_tries_grow_and_cost_no_generation_of_those_allowed()
         assert script.state.phase == "suspended"
         again(script)
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30, 30]
-    assert script.state.fruitless == 0
+    assert script.state.blame.fruitless == 0
     assert len(script.journalled("suspended")) == 1
     assert len(script.journalled("source_unreadable")) == 9
 

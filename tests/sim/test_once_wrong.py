@@ -331,7 +331,8 @@ def test_a_joiner_that_nobody_can_reach_is_done_without(monkeypatch: pytest.Monk
 
 def test_the_checks_see_old_members_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_rank(turn: state.Turn) -> bool:
-        turn.set(proven=frozenset(list(turn.state.ranks)[1:]))
+        proven = frozenset(list(turn.state.ranks)[1:])
+        turn.set(blame=replace(turn.state.blame, proven=proven))
         return blame.blame_joiners(turn)
 
     monkeypatch.setattr(generations, "blame_joiners", by_rank)
