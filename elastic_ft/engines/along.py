@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import reduce
 from operator import add
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +42,8 @@ class Along:
         self._rank, self._members = rank, members
         shape, exact = (members, NUMBERS_MAX * WORDS), {"dtype": torch.float32, "device": "cpu"}
         self._carrier = nn.Parameter(torch.zeros(shape, **exact))  # type: ignore[arg-type]
+        self._words = torch.zeros_like(self._carrier)  # what its gradient is, of this rank
+        self._own_words = self._words.numpy()[rank]
         self._say: Say | None = None
         self._told: list[list[float]] = []  # of each member
         self.is_told = False
@@ -64,19 +67,17 @@ class Along:
 
         Raises ModelError, on all members alike, where they have not as many numbers to tell."""
         said = self._say(total, tokens) if self._say is not None else []
-        self._say, mine = None, [float(len(said)), *said][:NUMBERS_MAX]
-        words = torch.zeros_like(self._carrier)
-        words[self._rank, : len(mine) * WORDS] = torch.tensor(mine, dtype=torch.float64).view(
-            torch.int16
-        )
+        self._say, mine = None, np.array([len(said), *said][:NUMBERS_MAX], np.float64)
+        self._own_words[:] = 0.0
+        self._own_words[: len(mine) * WORDS] = mine.view(np.int16)
         self._carrier.grad = None
-        torch.autograd.backward((loss, self._carrier), (None, words))
+        torch.autograd.backward((loss, self._carrier), (None, self._words))
         self._hear(self._carrier.grad)
 
     def _hear(self, mean: Tensor | None) -> None:
         assert mean is not None
-        words = (mean * self._members).round().to(torch.int16)
-        counts, *numbers = zip(*words.view(torch.float64).tolist(), strict=True)
+        words = np.rint(mean.numpy() * self._members).astype(np.int16)
+        counts, *numbers = zip(*words.view(np.float64).tolist(), strict=True)
         if len({*counts}) > 1:
             raise ModelError(
                 "ranks have another number of sums to tell in a step "

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_ft import torch_private
 from elastic_ft.config import CommConfig, Job
 from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS, OF_LAYERS, Layout, plan_layout
 from elastic_ft.engines.activations import keep_in_host_memory
@@ -28,7 +27,14 @@ from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.compiling import LayerForm, check_compiled, compiled_layers
 from elastic_ft.engines.expert_parallel import check_expert_parallel, shard_experts
 from elastic_ft.engines.float8 import check_float8
-from elastic_ft.engines.modules import DTYPES, inside, mixed_precision, plain_name, to_empty
+from elastic_ft.engines.modules import (
+    DTYPES,
+    in_ddp,
+    inside,
+    mixed_precision,
+    plain_name,
+    to_empty,
+)
 from elastic_ft.engines.offloaded import Offloaded
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.optimizers import make_optimizer
@@ -113,9 +119,8 @@ class LaidOut:
             self.tied.refresh()
 
     def drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        for tensor in (*self.parameters.values(), *self.masters.values()):
+            tensor.grad = None
 
 
 def lay_out(
@@ -172,13 +177,7 @@ def wrapped(
     """DDP around a model that every rank has whole, and what can travel along with gradients."""
     (module,) = laid_out.parts
     along = None if laid_out.replicas.sums_by_itself else along_of(groups, device)
-    make = partial(
-        DistributedDataParallel,
-        module,
-        init_sync=False,  # the state comes through the transfer
-        gradient_as_bucket_view=True,
-        **torch_private.buffer_sync(bool(laid_out.buffers)),
-    )
+    make = partial(in_ddp, module, device, sync_buffers=bool(laid_out.buffers))
     runner = make() if along is None else along.wrap(module, make)
     laid_out.replicas.keep_ddp_from_summing(runner)
     return WAITS.watch(runner), along

@@ -16,10 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from elastic_ft import torch_private
 from elastic_ft.faults import Reach
 
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+BUCKET_MB = 25  # torch's own
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,6 +38,24 @@ def to_empty(module: nn.Module, device: torch.device) -> None:
     for (first, first_name), *others in places.values():
         for part, name in others:
             setattr(part, name, getattr(first, first_name))
+
+
+def in_ddp(
+    module: nn.Module, device: torch.device, *, sync_buffers: bool = False
+) -> DistributedDataParallel:
+    """DDP around ``module``, whose state comes through the transfer.
+
+    Its first bucket is small by default (1 MB), so that sums begin soon. On a CPU they would do so
+    on the cores that still compute, and another all-reduce from each of 4 ranks is a dozen messages
+    more: there it is as large as the others.
+    """
+    return DistributedDataParallel(
+        module,
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=BUCKET_MB if device.type == "cpu" else None,
+        **torch_private.buffer_sync(sync_buffers),
+    )
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -304,7 +304,7 @@ class NativeEngine(EngineOfJob):
     def _watch_first_gradients(self, reach: Reach) -> None:
         model, last = self._model, None
         if self._replicated:
-            *_, last = (p for p in model.parameters.values() if p.requires_grad)
+            last = next(p for p in reversed(model.parameters.values()) if p.requires_grad)
         self._first_gradients.watch(reach, model.blocks, last)
 
     def square_norm(self) -> float:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines import own_cut, own_stale, own_watch
 from elastic_ft.engines.laid_out import LaidOut
+from elastic_ft.engines.modules import in_ddp
 from elastic_ft.engines.native import state_tensor
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_buffers import (
@@ -146,14 +146,7 @@ class OwnEngine(OwnStep):
     def _wrap_each(self) -> None:
         for number, model in enumerate(self.models):
             if any(p.requires_grad for p in model.parameters()):
-                self._runners[number] = WAITS.watch(
-                    DistributedDataParallel(
-                        Whole(model),
-                        init_sync=False,
-                        gradient_as_bucket_view=True,
-                        **torch_private.buffer_sync(False),
-                    )
-                )
+                self._runners[number] = WAITS.watch(in_ddp(Whole(model), self.device))
 
     def _cut(self, groups: Groups) -> None:
         assert groups.mesh is not None

@@ -8,6 +8,10 @@ Heartbeats and the like are of the moment: they have no number, and are never to
 Who is silent, or takes nothing, is told nothing: a controller that is stopped takes no bytes, and
 once its buffers were full training would wait for it, and the kernel end the connection. It is told
 the rest as soon as it is heard again, by the thread that hears it: no other waits for that.
+
+What is told of one step after another may wait a moment for what comes next, and goes out with it:
+each message that goes alone wakes a thread at the other end, which at short steps takes as much of
+a processor as the rest of the telling. A heartbeat is such a next one, if nothing else is.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ from elastic_ft.transport.wire import Channel
 TELL_S = 0.25  # of what was held back, before more is heard
 ROOM_S = 0.05  # that who is told has, to make room
 AT_ONCE = 64  # messages
+STEPS_EVERY_S = 0.2  # a step's word waits for the next message, if the last one is no older
 KEPT_MAX = 100_000  # messages, some 50 MB: an hour of steps, ten a second
 NUMBERED = frozenset({*typing.get_args(ev.Event), Note, FaultFired})
+PATIENT = frozenset({ev.StepApplied})
 
 
 class LineOutbox:
@@ -53,26 +59,45 @@ class LineOutbox:
         self._changed = threading.Condition(threading.RLock())  # guards what follows
         self._kept: deque[tuple[int, Encoded]] = deque()
         self._number = self._told = 0  # the newest, and the newest that this controller was told
+        self._waiting: list[Encoded] = []  # of the newest: what goes out with the next message
+        self._patient_until_s = 0.0
         self._closed = False
 
     def send(self, message: Any) -> bool:
         """Returns False if it did not go out: what is numbered will, to this controller once it is
         heard again, or to the next."""
-        if not self._keeps:
-            return self._channel.send(message)
         if type(message) not in NUMBERED:
+            with self._changed:
+                self._tell_waiting()
             return self._takes_more() and self._channel.send(message)
         with self._changed:  # they go out in the order of their numbers
+            encoded = Encoded(Numbered(self._number + 1, message) if self._keeps else message)
+            is_behind = self._keeps and self._told < self._number - len(self._waiting)
             self._number += 1
-            encoded = Encoded(Numbered(self._number, message))
-            self._kept.append((self._number, encoded))
-            if self._told < self._number - 1 or not self._takes_more():
+            if self._keeps:
+                self._kept.append((self._number, encoded))
+            if is_behind:
                 return False
-            if self._channel.send(encoded):
-                self._told = self._number
-            return self._told == self._number
+            self._waiting.append(encoded)
+            is_patient, now_s = type(message) in PATIENT, time.monotonic()
+            if is_patient and now_s < self._patient_until_s:
+                return True
+            self._patient_until_s = now_s + STEPS_EVERY_S if is_patient else 0.0
+            return self._tell_waiting()
+
+    def _tell_waiting(self) -> bool:
+        """What does not go out now is held back with the rest. With the lock."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return True
+        if not (self._takes_more() and self._channel.send(*waiting)):
+            return False
+        self._told = self._number
+        return True
 
     def _takes_more(self) -> bool:
+        if not self._keeps:
+            return True
         return not self._is_silent() and self._channel.has_room(ROOM_S)
 
     def catch_up(self) -> None:
@@ -91,8 +116,9 @@ class LineOutbox:
     def _untold(self) -> list[tuple[int, Encoded]]:
         """The oldest. As long as there are some, nobody else tells anything."""
         with self._changed:
-            known = len(self._kept) - (self._number - self._told)  # kept, and told
-            return list(itertools.islice(self._kept, max(0, known), max(0, known) + AT_ONCE))
+            known = max(0, len(self._kept) - (self._number - self._told))  # kept, and told
+            until = min(known + AT_ONCE, len(self._kept) - len(self._waiting))
+            return list(itertools.islice(self._kept, known, max(known, until)))
 
     def acknowledge(self, number: int) -> None:
         """All up to ``number`` need not be told again."""
@@ -107,6 +133,7 @@ class LineOutbox:
         with self._changed:
             self.acknowledge(heard)
             self._channel, self._told = channel, self._number - len(self._kept)
+            self._waiting = []  # with the rest
             again = len(self._kept)
         self.catch_up()
         return again

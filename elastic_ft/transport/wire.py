@@ -19,6 +19,8 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from elastic_ft.transport.handshake import HANDSHAKE_S, Session, greet
@@ -56,13 +58,14 @@ class Channel:
         self._unheard = self._closed = False
         self._come = bytearray()  # and not read yet
 
-    def send(self, message: Any) -> bool:
-        """Returns False if the other end is gone, or takes nothing any more (``limit``): that has
-        been or will be noticed by reading. Raises TypeError if it is no message."""
-        body = message.body if isinstance(message, Encoded) else encode(message)
+    def send(self, *messages: Any) -> bool:
+        """In one piece, where they are small. Returns False if the other end is gone, or takes
+        nothing any more (``limit``): that has been or will be noticed by reading. Raises TypeError
+        if one is no message."""
+        bodies = [m.body if isinstance(m, Encoded) else encode(m) for m in messages]
         with self._lock:
             try:
-                self._write(body)
+                self._write(bodies)
             except OSError as error:
                 self._unheard = self._unheard or isinstance(error, TimeoutError)
                 if not isinstance(error, TimeoutError):  # half a message is of use to nobody
@@ -70,13 +73,17 @@ class Channel:
                 return False
         return True
 
-    def _write(self, body: bytes) -> None:
-        head = LENGTH.pack(len(body))
-        if len(body) <= SMALL_BYTES:
-            self._socket.sendall(head + body + self._sending.of(body))
+    def _write(self, bodies: Sequence[bytes]) -> None:
+        if sum(map(len, bodies)) <= SMALL_BYTES:
+            frames = ((LENGTH.pack(len(body)), body, self._sending.of(body)) for body in bodies)
+            self._socket.sendall(b"".join(chain.from_iterable(frames)))
             return
+        for body in bodies:
+            self._write_large(body)
+
+    def _write_large(self, body: bytes) -> None:
         seal, rest = self._sending.begin(), memoryview(body)
-        self._socket.sendall(head)
+        self._socket.sendall(LENGTH.pack(len(body)))
         for start in range(0, len(rest), SLICE_BYTES):
             part = rest[start : start + SLICE_BYTES]
             seal.update(part)

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from elastic_ft.engines.along import NUMBERS_MAX, Along
+from elastic_ft.engines.modules import in_ddp
 from elastic_ft.errors import ModelError
 
 
@@ -63,3 +65,33 @@ def test_members_that_say_other_numbers_end_alike() -> None:
 def test_more_than_fit_are_told_of_by_nobody() -> None:
     assert not any(member.is_told for member in heard([[0.5] * NUMBERS_MAX] * 2))
     assert all(member.is_told for member in heard([[0.5] * (NUMBERS_MAX - 3)] * 2))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_on_a_cpu_gradients_of_some_megabytes_are_one_sum() -> None:
+    """Torch's first bucket has 1 MB: each step of the peers' model was two sums, and two dozen
+    messages a rank."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(12)))  # 3 MB
+    along = Along(0, 1)
+    runner = along.wrap(model, lambda: in_ddp(model, torch.device("cpu")))
+    sums: list[int] = []
+    runner.register_comm_hook(
+        None, lambda _, bucket: sums.append(bucket.buffer().numel()) or _done(bucket)
+    )
+    for _ in range(3):  # buckets are made anew after the first
+        along.backward(runner(torch.ones(1, 256)).sum(), 0.0, 1)
+        assert sums == [12 * (256 * 256 + 256) + NUMBERS_MAX * 4]
+        sums.clear()
+
+
+def _done(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future = torch.futures.Future[torch.Tensor]()
+    future.set_result(bucket.buffer())
+    return future

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ft.controller.inheritance import backwards, beginnings, up_to
 from elastic_ft.core.assignment import Member
-from elastic_ft.core.events import StepHeld
+from elastic_ft.core.events import StepApplied, StepHeld
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport import outbox as outboxes
@@ -34,19 +34,21 @@ class Wire:
     """A channel's sending end; it ends after ``most`` messages."""
 
     def __init__(self, most: int = 1000) -> None:
-        self.most, self.sent = most, list[Any]()
+        self.most, self.sent, self.pieces = most, list[Any](), 0
         self.room, self.goes_on = True, threading.Event()  # it has; what is sent arrives
         self.goes_on.set()
 
     def has_room(self, timeout_s: float) -> bool:
         return self.room
 
-    def send(self, message: Any) -> bool:
+    def send(self, *messages: Any) -> bool:
         self.goes_on.wait()
-        if len(self.sent) == self.most:
-            return False
-        body = message.body if isinstance(message, Encoded) else Encoded(message).body
-        self.sent.append(TO_CONTROLLER.decode(body))
+        self.pieces += 1
+        for message in messages:
+            if len(self.sent) == self.most:
+                return False
+            body = message.body if isinstance(message, Encoded) else Encoded(message).body
+            self.sent.append(TO_CONTROLLER.decode(body))
         return True
 
     def numbers(self) -> list[int]:
@@ -59,6 +61,92 @@ def outbox(wire: Wire, **kwargs: Any) -> LineOutbox:
 
 def held(step: int) -> StepHeld:
     return StepHeld(0.0, "w0", 1, step)
+
+
+def applied(step: int) -> StepApplied:
+    return StepApplied(0.0, "w0", 1, step, {"loss": 1.0 / step})
+
+
+def steps(wire: Wire) -> list[int]:
+    said = [found.message if isinstance(found, Numbered) else found for found in wire.sent]
+    return [message.step for message in said if isinstance(message, StepApplied)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """It stands still."""
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr(outboxes, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    return clock
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_words_of_short_steps_go_out_together(clock: SimpleNamespace, keeps: bool) -> None:
+    """Each woke a thread of the controller's: at steps of 60 ms a percent of what they took."""
+    wire = Wire()
+    box = outbox(wire, keeps=keeps)
+    for step in range(1, 101):
+        assert box.send(applied(step))
+        clock.now_s += 0.06
+    assert steps(wire) == list(range(1, len(steps(wire)) + 1)) and len(steps(wire)) > 95
+    assert wire.pieces == 25
+    assert wire.numbers() == (list(range(1, len(steps(wire)) + 1)) if keeps else [])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("other", [held(3), Heartbeat("w0", 1, 1, 1, "forward")])
+def test_whatever_is_said_takes_along_the_steps_before_it(
+    clock: SimpleNamespace, keeps: bool, other: Any
+) -> None:
+    wire = Wire()
+    box = outbox(wire, keeps=keeps)
+    for step in (1, 2, 3):
+        box.send(applied(step))
+    assert steps(wire) == [1]
+    assert box.send(other)
+    assert steps(wire) == [1, 2, 3]
+    said = wire.sent[-1].message if isinstance(wire.sent[-1], Numbered) else wire.sent[-1]
+    assert said == other
+    box.send(applied(4))  # after a word of its own the next step's does not wait
+    assert steps(wire) == ([1, 2, 3, 4] if isinstance(other, StepHeld) else [1, 2, 3])
+
+
+def test_steps_that_wait_are_told_the_next_controller_and_not_twice(
+    clock: SimpleNamespace,
+) -> None:
+    first, last = Wire(), Wire()
+    box = outbox(first)
+    for step in (1, 2, 3):
+        box.send(applied(step))
+    box.catch_up()  # nothing is held back: what waits is no matter of the thread that hears
+    assert steps(first) == [1]
+    assert box.go_on(last, heard=1) == 2  # type: ignore[arg-type]
+    assert last.numbers() == [2, 3]
+    box.send(held(4))
+    assert last.numbers() == [2, 3, 4]
+
+
+def test_steps_that_wait_are_held_back_with_the_rest_where_there_is_no_room(
+    clock: SimpleNamespace,
+) -> None:
+    wire = Wire()
+    box = outbox(wire)
+    for step in (1, 2, 3):
+        box.send(applied(step))
+    wire.room = False
+    assert not box.send(held(4)) and not box.send(applied(5))
+    wire.room = True
+    assert not box.send(applied(6)), "who was held back before comes first"
+    box.catch_up()
+    assert wire.numbers() == list(range(1, 7))
+
+
+def test_a_step_that_is_no_message_is_refused_at_once(clock: SimpleNamespace) -> None:
+    box = outbox(Wire(), keeps=False)
+    box.send(applied(1))
+    with pytest.raises(TypeError, match="no plain value"):
+        box.send(StepApplied(0.0, "w0", 1, 2, {"odd": object()}))
+    assert box.send(applied(3)) and box.send(held(3))
 
 
 def test_the_next_controller_is_told_what_the_last_one_had_not_made_durable() -> None:
