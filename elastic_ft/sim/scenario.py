@@ -75,6 +75,7 @@ class SimScenario:
     faults: tuple[SimFault, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0  # share of messages that arrive twice
+    patience_s: float = 0.0  # that a step's word waits for what its worker says next, at most
     spread_s: float = 0.3  # members apply one step at times this far apart
     heal_at_s: float = 150.0  # from then on nothing fails any more, and all nodes are back
     finish_within_s: float = 500.0  # after that

@@ -255,7 +255,7 @@ class SimAdoption:
         if worker.node.cut:
             world.after(CALLS_AGAIN_S, lambda: self._call(worker, number))
             return
-        worker.outbox.epoch = number
+        worker.outbox.epoch, worker.waiting = number, []
         if worker.ready:
             newest = worker.follower.fence
             world.send_up(worker, ev.WorkerReturned(world.now_s, worker.id, newest))

@@ -18,6 +18,7 @@ from elastic_ft.core.events import (
     Paused,
     ShardsFailed,
     ShardsWritten,
+    StepApplied,
     Unkept,
     WorkerDone,
 )
@@ -140,6 +141,8 @@ class SimWorker:
         self.up_at_s = self.down_at_s = 0.0  # when the last message on its way arrives
         self.cut_off = False  # what was on its way is lost
         self.outbox = Outbox(world.controller)
+        self.waiting: list[tuple[int, Event]] = []  # of the newest: see ``send``
+        self.patient_until_s = 0.0
 
     @property
     def released(self) -> bool:
@@ -158,7 +161,24 @@ class SimWorker:
         return self.alive and not self.hung
 
     def send(self, event: Event) -> None:
-        self.world.send_up(self, event, self.outbox.put(event))
+        """A step's word may wait for the next message, and is lost with its worker: see
+        ``transport.outbox``."""
+        world, patience_s = self.world, self.world.scenario.patience_s
+        self.waiting.append((self.outbox.put(event), event))
+        is_patient = isinstance(event, StepApplied)
+        if is_patient and world.now_s < self.patient_until_s:
+            world.after(patience_s, self._tell)
+            return
+        self.patient_until_s = world.now_s + patience_s if is_patient else 0.0
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.hung and self.alive:  # its heartbeat is, too
+            self.world.after(self.world.scenario.patience_s, self._tell)
+            return
+        waiting, self.waiting = self.waiting, []
+        for number, event in waiting if self.alive else ():
+            self.world.send_up(self, event, number)
 
     # ---------------------------------------------------------------- what it holds
 

@@ -108,6 +108,7 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> SimScenario:
         faults=tuple(_fault(rng, steps) for _ in range(rng.randint(1, 6))),
         latency_s=rng.choice((0.005, 0.05, 0.5)),
         duplicates=rng.choice((0.0, 0.0, 0.1)),
+        patience_s=(0.0, 2.5)[seed // 7 % 2],
         spread_s=rng.choice((0.0, 0.3, 1.0)),
     )
     scenario = _with_network(scenario, random.Random(f"network {seed}"))
@@ -260,6 +261,7 @@ def bearable(seed: int, strategy: Strategy, copies: int) -> SimScenario:
         steps=steps,
         snapshot_every=rng.choice((1, 2)),
         faults=(fault,) * max(1, copies - 1),  # the second takes another node: the first is gone
+        patience_s=(0.0, 2.5)[seed // 7 % 2],
         spread_s=rng.choice((0.0, 0.3, 1.0)),
     )
 

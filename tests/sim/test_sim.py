@@ -117,6 +117,7 @@ def orphaned(seed: int) -> SimScenario:
         steps=14,
         checkpoint_every=0,
         faults=(first, again)[: 1 + seed % 2],
+        patience_s=(0.0, 2.5)[seed // 7 % 2],
         spread_s=(0.0, 0.3, 1.0)[seed // 3 % 3],
     )
 

@@ -53,6 +53,7 @@ def well(seed: int) -> SimScenario:
         checkpoint_every=(0, 3, 2)[seed // 2 % 3],
         latency_s=(0.005, 0.05, 0.3)[seed // 5 % 3],
         duplicates=(0.0, 0.2)[seed // 7 % 2],
+        patience_s=(0.0, 2.5)[seed // 7 % 2],
         spread_s=(0.0, 0.3, 1.0)[seed // 3 % 3],
         adopts=True,
     )
