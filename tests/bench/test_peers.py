@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.document import put
-from benchmarks.peers import analysis, replay, report
+from benchmarks.peers import analysis, replay, report, turns
 from benchmarks.peers.analysis import Line
 from benchmarks.peers.run import Results
 
@@ -180,3 +180,14 @@ def test_the_harness_on_elastic_ft(tmp_path: Path) -> None:
     assert len(values["runs"]) == 1
     (difference,) = report.loss_differences(values, "elastic_ft (processes)")
     assert difference < 1e-4
+
+
+def test_a_turn_is_of_the_steps_that_end_in_it_and_pairs_leave_out_what_is_none() -> None:
+    applied = [step * 0.5 for step in range(100)]
+    first = turns.turn_of(applied, 10.1, 14.9, cpu_s=9.6)
+    assert first == turns.Turn(step_s=0.5, cpu_s=pytest.approx(1.0))
+    assert turns.turn_of(applied, 10.1, 11.9, cpu_s=1.0) is None, "three steps say nothing"
+    slower, much_slower = turns.Turn(0.625, 1.1), turns.Turn(1.0, 1.2)
+    found = turns.compared([first] * 4, [slower, None, much_slower, slower])
+    assert (found["pairs"], found["rate"], found["cpu"]) == (3, 0.8, 1.1)
+    assert found["rate_of_all"] == round(1.5 / 2.25, 3)
