@@ -51,23 +51,6 @@ def spoil_next_output(factor: float) -> None:
     handle = torch.nn.modules.module.register_module_forward_hook(spoil)
 
 
-def sees_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-def fail_an_assert() -> None:
-    """Raises AcceleratorError: a kernel has read beyond the end, and the context is lost."""
-    torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.int64, device="cuda")]
-    torch.cuda.synchronize()
-
-
-def run_out_of_device_memory() -> None:
-    """Raises OutOfMemoryError once this process has all that is left; then it is free again."""
-    hoard = []
-    while True:
-        hoard.append(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
-
-
 def queue_a_kernel_without_end() -> None:
     torch.cuda._sleep(1 << 62)  # cycles
 
