@@ -6,7 +6,6 @@ and a worker trains, copies and aborts in several threads.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 import psutil
 
 from elastic_ft.config import Job, ParallelConfig
-from elastic_ft.core.deadlines import form_s
 from elastic_ft.errors import ConfigError
 
 if TYPE_CHECKING:  # a host does without torch, and must not ask CUDA: workers fork from it
@@ -54,11 +52,11 @@ def device_of(parallel: ParallelConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def set_patience(job: Job) -> None:
-    """How long NCCL waits for a communicator; before any thread, as it sets what they read."""
-    elastic = job.elastic
-    wait_s = math.ceil(form_s(elastic.form_timeout_s, elastic.max_workers))
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(wait_s))  # torch's: 30 minutes
+def set_nccls_defaults() -> None:
+    """Unless the user has; before any thread, as it sets what they read."""
+    # What NVLink's switches sum is memory of all GPUs of a machine together, that none of them can
+    # leave alone: NVIDIA's own in-process restart can't do with it either.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def set_up(job: Job) -> None:
