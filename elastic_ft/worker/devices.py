@@ -22,13 +22,17 @@ if TYPE_CHECKING:  # a host does without torch, and must not ask CUDA: workers f
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # What libraries say of a device that has failed; torch's own is an AcceleratorError.
-SICK = ("CUDA error", "unhandled cuda error", "CUBLAS_STATUS", "CUDNN_STATUS", "uncorrectable ECC")
+SICK = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "uncorrectable ECC")
+# NCCL says it, too, of what a peer had shared of its memory when that one died.
+UNSURE = "unhandled cuda error"
 NO_ROOM = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory",
     "STATUS_ALLOC_FAILED",
+    "DEVICE_ALLOCATION_FAILED",
+    "_STATUS_NOT_INITIALIZED",  # a handle is memory, too
     "CUFFT_ALLOC_FAILED",
     # NCCL's last word, behind what looks like a failed device.
     "Cuda failure 'out of memory'",
@@ -86,11 +90,23 @@ def is_lost(device: torch.device, error: BaseException) -> bool:
         return False
     if any(isinstance(one, torch.AcceleratorError) or _says(one, SICK) for one in _chain(error)):
         return True
+    return not can_be_used(device)
+
+
+def can_be_used(device: torch.device) -> bool:
+    """Whether a GPU can still be used by this process, and waits for nothing."""
+    import torch
+
     try:
-        torch.cuda.current_stream(device).query()  # asks, and waits for nothing
+        torch.cuda.current_stream(device).query()
     except RuntimeError:
-        return True
-    return False
+        return False
+    return True
+
+
+def may_be_lost(error: BaseException) -> bool:
+    """Whether NCCL says so."""
+    return any(_says(one, (UNSURE,)) for one in _chain(error))
 
 
 def _says(error: BaseException, marks: tuple[str, ...]) -> bool:
