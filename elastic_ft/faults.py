@@ -208,13 +208,34 @@ def _nan(points: Points, fault: PointFault) -> None:
     spoil_next_output(float("nan"))
 
 
-def _gpu() -> Any:
-    """What breaks one. Raises InjectedUsageError where there is none."""
-    from elastic_ft import torch_private  # a keeper does without torch
+def _with_gpu() -> Any:
+    """torch. Raises InjectedUsageError where it sees no GPU."""
+    import torch  # a keeper does without
 
-    if not torch_private.sees_gpu():
+    if not torch.cuda.is_available():
         raise InjectedUsageError("a fault of a GPU needs a GPU, and this worker sees none")
-    return torch_private
+    return torch
+
+
+def _fail_an_assert(points: Points, fault: PointFault) -> None:
+    """Raises AcceleratorError: a kernel has read beyond the end, and the context is lost."""
+    torch = _with_gpu()
+    torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.int64, device="cuda")]
+    torch.cuda.synchronize()
+
+
+def _run_out_of_device_memory(points: Points, fault: PointFault) -> None:
+    """Raises OutOfMemoryError once this process has all that is left; then it is free again."""
+    torch, hoard = _with_gpu(), []
+    while True:
+        hoard.append(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
+
+
+def _queue_a_kernel_without_end(points: Points, fault: PointFault) -> None:
+    _with_gpu()
+    from elastic_ft.torch_private import queue_a_kernel_without_end
+
+    queue_a_kernel_without_end()
 
 
 ACTS: dict[Action, Callable[[Points, PointFault], object]] = {
@@ -229,9 +250,9 @@ ACTS: dict[Action, Callable[[Points, PointFault], object]] = {
     "nan": _nan,
     "corrupt": lambda points, fault: points.corrupt(False),
     "corrupt_own": lambda points, fault: points.corrupt(True),
-    "gpu_assert": lambda points, fault: _gpu().fail_an_assert(),
-    "gpu_oom": lambda points, fault: _gpu().run_out_of_device_memory(),
-    "gpu_hang": lambda points, fault: _gpu().queue_a_kernel_without_end(),
+    "gpu_assert": _fail_an_assert,
+    "gpu_oom": _run_out_of_device_memory,
+    "gpu_hang": _queue_a_kernel_without_end,
 }
 
 

@@ -51,23 +51,6 @@ def spoil_next_output(factor: float) -> None:
     handle = torch.nn.modules.module.register_module_forward_hook(spoil)
 
 
-def sees_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-def fail_an_assert() -> None:
-    """Raises AcceleratorError: a kernel has read beyond the end, and the context is lost."""
-    torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.int64, device="cuda")]
-    torch.cuda.synchronize()
-
-
-def run_out_of_device_memory() -> None:
-    """Raises OutOfMemoryError once this process has all that is left; then it is free again."""
-    hoard = []
-    while True:
-        hoard.append(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
-
-
 def queue_a_kernel_without_end() -> None:
     torch.cuda._sleep(1 << 62)  # cycles
 
@@ -284,15 +267,20 @@ def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
 
 @contextmanager
 def groups_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Each Gloo group that torch makes inside, and each that it splits from another, is what
-    ``make`` returns, told how to make it.
+    """Each Gloo group that torch makes inside, each communicator of a world, and each group that it
+    splits from another, is what ``make`` returns, told how to make it.
 
     Before that there is nothing to undo: torch knows of a group once it is connected.
     """
     real, split = c10d.ProcessGroupGloo, dist.ProcessGroup.split_group
+    backend = torch._C._distributed_c10d.Backend
+    eager = backend.eager_connect_single_device
 
     def split_group(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return make(lambda: split(self, *args, **kwargs))
+
+    def connect(self: Any, device: torch.device) -> Any:
+        return make(lambda: eager(self, device))
 
     class Kind(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -306,11 +294,13 @@ def groups_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
 
     c10d.ProcessGroupGloo = Made  # type: ignore[misc, assignment]
     dist.ProcessGroup.split_group = split_group  # type: ignore[method-assign]
+    backend.eager_connect_single_device = connect  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         c10d.ProcessGroupGloo = real  # type: ignore[misc]
         dist.ProcessGroup.split_group = split  # type: ignore[method-assign]
+        backend.eager_connect_single_device = eager  # type: ignore[method-assign]
 
 
 def import_lazy_parts() -> None:
@@ -370,10 +360,18 @@ def process_groups() -> list[object]:
     return list(c10d._world.pg_map)
 
 
-def reset_group_names() -> None:
-    """Starts counting groups anew. torch does it when the world is destroyed, but not when its
-    making failed: this worker's next world would then have another name than its peers'."""
+def end_groups(leave: bool = False) -> list[object]:
+    """There is no group any more. ``leave``: they are returned as they are, and not ended.
+
+    Groups are counted anew. torch does it when the world is destroyed, but not when its making
+    failed: this worker's next world would then have another name than its peers'."""
+    left = process_groups() if leave else []
+    if leave:
+        c10d._world.pg_names.clear()  # torch waits for the end of each that has one
+    if dist.is_initialized():
+        dist.destroy_process_group()
     c10d._world.group_count = 0
+    return left
 
 
 def name_groups(mesh: dist.DeviceMesh, dimension: str) -> None:

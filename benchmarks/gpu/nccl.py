@@ -1,7 +1,9 @@
 """The life of communicators, by the product's own groups; several ranks share the GPU.
 
-killed: one rank dies in a collective. running: one is elsewhere, the others are broken off.
-generations: many, one after the other. init: one dies before the communicator is made.
+killed: one rank dies in a collective. running: one is elsewhere, the others are broken off, as
+they wait for a collective and as they enqueue more of them than their GPU takes.
+generations: many, one after the other. init: one dies before the world's communicator is made, and
+then one before others are split from it; those that are left go on.
 """
 
 from __future__ import annotations
@@ -18,14 +20,12 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from elastic_ft import torch_private
 from elastic_ft.config import parse_job
@@ -38,9 +38,11 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.worker import devices
 
 LIMIT_S = 45.0
-STUCK_S = 25.0
+SOON_S = 1.0  # from the abort on, till who waited does no more
 GENERATIONS = 30
 NUMBERS = 1 << 18
+QUEUED = 4096  # collectives: a GPU has about a thousand launches under way
+BROKEN_OFF_S = 3.0  # after all have come to form
 FILES_MORE, MIB_LESS = 10, 256  # after GENERATIONS: what is left of each shows
 
 
@@ -50,27 +52,28 @@ class Rank:
         self.device = torch.device(options.device, *([0] if options.device == "cuda" else []))
         self.last = rank == options.world - 1
 
-    def form(
-        self, generation: int, world: int, reach: Callable[[str], None] = lambda point: None
-    ) -> Groups:
-        is_hsdp = self.options.hsdp and world == self.options.world
+    def form(self, generation: int, world: int) -> Groups:
+        groups = self.groups(generation, world, self.options.hsdp and world == self.options.world)
+        groups.form(self.device, 60)
+        return groups
+
+    def groups(self, generation: int, world: int, is_hsdp: bool) -> Groups:
         hsdp = LayoutWish(strategy="hsdp", shard_size=2)
         layout, _ = plan_layout(hsdp if is_hsdp else LayoutWish(strategy="fsdp"), world)
         members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
         source = Source(0, Tier.INITIAL)
         made = Assignment(generation, members, (), layout, source, ((),) * world, "kit")
         share, member = dict(shares(made))[f"w{self.rank}"], members[self.rank]
-        groups = Groups(share, member, ("127.0.0.1", self._port))
-        groups.form(self.device, 60, reach)
-        return groups
+        return Groups(share, member, ("127.0.0.1", self._port))
 
-    def reduce(self, group: Any = None) -> float:
+    def reduce(self, group: Any = None, times: int = 1) -> float:
         numbers = torch.ones(NUMBERS, device=self.device)
-        dist.all_reduce(numbers, group=group)
+        for _ in range(times):
+            dist.all_reduce(numbers, group=group)
         return float(numbers.sum()) / NUMBERS
 
-    def break_off(self, groups: Groups, after_s: float) -> dict[str, Any]:
-        """A collective that one member never joins, aborted from another thread."""
+    def break_off(self, groups: Groups, after_s: float, times: int = 1) -> dict[str, Any]:
+        """Collectives that one member never joins, aborted from another thread."""
         at_s: list[float] = []
 
         def cut() -> None:
@@ -81,7 +84,7 @@ class Rank:
         threading.Thread(target=cut, daemon=True).start()
         group = groups.mesh.get_group(0) if self.options.hsdp and groups.mesh is not None else None
         try:
-            found: dict[str, Any] = {"returned": self.reduce(group)}
+            found: dict[str, Any] = {"returned": self.reduce(group, times)}
         except Exception as error:
             found = {"raised": f"{type(error).__name__}: {str(error)[:80]}"}
         woken_s = time.perf_counter()
@@ -105,12 +108,15 @@ class Rank:
         return self.break_off(groups, 1.5) | self.again(2, self.options.world - 1)
 
     def running(self) -> dict[str, Any]:
-        groups = self.form(1, self.options.world)
-        if self.last:
-            time.sleep(2.5)
-            groups.teardown()
-            return self.again(2, self.options.world)
-        return self.break_off(groups, 1.0) | self.again(2, self.options.world)
+        broken = []
+        for generation, times in ((1, 1), (2, QUEUED)):
+            groups = self.form(generation, self.options.world)
+            if self.last:
+                time.sleep(2.5)
+                groups.teardown()
+            else:
+                broken.append(self.break_off(groups, 1.0, times))
+        return {"broken": broken} | self.again(3, self.options.world)
 
     def generations(self) -> dict[str, Any]:
         times, free, files = [], [], []
@@ -131,43 +137,48 @@ class Rank:
         return found | {"free_mib": free[::10], "files": files[::10]}
 
     def init(self) -> dict[str, Any]:
-        def die(point: str) -> None:
-            if point == "connecting" and self.last:
-                os._exit(9)
+        broken = []
+        for generation, is_hsdp in ((1, False), (2, True)):
+            world = self.options.world + 1 - generation
+            if self.rank == world - 1:  # Gloo's groups are made, NCCL's are not
+                dist.ProcessGroup.split_group = die  # type: ignore[method-assign]
+                if not is_hsdp:
+                    torch._C._distributed_c10d.Backend.eager_connect_single_device = die
+            broken.append(self.break_forming_off(self.groups(generation, world, is_hsdp)))
+        return {"broken": broken} | self.again(3, self.options.world - 2)
 
-        if self.last and self.device.type == "cuda":  # Gloo's groups are made, NCCL's is not
-            c10d.ProcessGroupNCCL = Dies
-            die = lambda point: None  # noqa: E731
-        ended: list[str] = []
+    def break_forming_off(self, groups: Groups) -> dict[str, Any]:
+        at_s: list[float] = []
 
-        def attempt() -> None:
-            try:
-                self.form(1, self.options.world, die)
-            except GroupBroken as error:
-                ended.append(str(error)[:120])
+        def cut() -> None:
+            at_s.append(time.perf_counter())
+            groups.abort("kit")
 
-        began, thread = time.perf_counter(), threading.Thread(target=attempt, daemon=True)
-        thread.start()
-        thread.join(STUCK_S)
-        took_s = round(time.perf_counter() - began, 1)
-        return {"stuck": thread.is_alive(), "ended_s": took_s, "why": ended}
+        def reach(point: str) -> None:
+            if self.device.type == "cpu" and groups.rank == groups.world_size - 1:
+                die()
+            threading.Timer(BROKEN_OFF_S, cut).start()
+
+        try:
+            groups.form(self.device, 60, reach)
+            found: dict[str, Any] = {"formed": True}
+        except GroupBroken as error:
+            found = {"why": str(error)[:120]}
+        woken_s = time.perf_counter()
+        groups.teardown()
+        found["woken_s"] = round(woken_s - at_s[0], 3) if at_s else "before the abort"
+        return found | {"teardown_s": round(time.perf_counter() - woken_s, 3)}
 
 
-class Dies:
-    """In place of NCCL's group."""
-
-    Options = getattr(getattr(c10d, "ProcessGroupNCCL", None), "Options", None)
-
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        os._exit(9)
+def die(*_: Any, **__: Any) -> Any:
+    os._exit(9)
 
 
 def serve(rank: int, options: SimpleNamespace, port: int, answers: Any) -> None:
     if options.device == "cuda":
         values = {"name": "kit", "steps": 1, "model": {"preset": "decoder-1m"}}
-        values |= {"data": {"url": "stdlib:"}, "elastic": {"form_timeout_s": STUCK_S / 2}}
-        devices.set_patience(parse_job(values))
-        devices.set_up(parse_job(values))
+        devices.set_nccls_defaults()
+        devices.set_up(parse_job(values | {"data": {"url": "stdlib:"}}))
     torch_private.forget_meshes()
     try:
         answers.put((rank, getattr(Rank(rank, options, port), options.mode)()))
@@ -183,11 +194,13 @@ def why_failed(found: dict[int, Any], awaited: int) -> str:
         return f"{len(found)} of {awaited} ranks answered"
     for rank, answer in sorted(found.items()):
         files, free_mib = answer.get("files", [0]), answer.get("free_mib") or [0]
+        broken = answer.get("broken", [])
+        late = [b["woken_s"] for b in broken if isinstance(b["woken_s"], float)]
         for why, failed in (
             (answer.get("error"), "error" in answer),
             ("right: the sum is wrong", answer.get("right") is False),
-            ("stuck in forming", answer.get("stuck") is True),
-            ("formed without who died", answer.get("stuck") is False and not answer["why"]),
+            (f"broken: woken {late} s after the abort", max(late, default=0) > SOON_S),
+            ("formed without who died", any("formed" in one for one in broken)),
             (f"files: {files} are open", files[-1] - files[0] > FILES_MORE),
             (f"free_mib: {free_mib}", free_mib[0] - free_mib[-1] > MIB_LESS),
         ):
@@ -214,7 +227,7 @@ def main() -> int:
         process = context.Process(target=serve, args=(rank, options, store.port, answers))
         process.start()
         ranks.append(process)
-    awaited = options.world - (options.mode in ("killed", "init"))
+    awaited = options.world - {"killed": 1, "init": 2}.get(options.mode, 0)
     found: dict[int, Any] = {}
     until_s = time.monotonic() + LIMIT_S
     while len(found) < awaited and time.monotonic() < until_s:

@@ -50,9 +50,9 @@ MEMORY = "job.py --workers 3 --preset decoder-160m --kill --memory"
 STEPS = (
     Step("probe", 80, "probe.py", "workers' CUDA is clean after the fork server's preload"),
     Step("nccl_killed", 70, "nccl.py killed --world 4", "woken < 1 s, again < 5 s, right", True),
-    Step("nccl_running", 70, "nccl.py running --world 4 --hsdp", "all wake; aborts < 1 s", True),
+    Step("nccl_running", 70, "nccl.py running --world 4 --hsdp", "woken < 1 s, both times", True),
     Step("nccl_generations", 60, "nccl.py generations --world 2", "memory and fds flat", True),
-    Step("nccl_init", 50, "nccl.py init --world 3", "ended, not stuck: nonblocking init", True),
+    Step("nccl_init", 50, "nccl.py init --world 5", "woken < 1 s, both times; again right", True),
     Step("train_fsdp_1", 70, "job.py --workers 1", "completed: FSDP2 in a world of one", True),
     Step("kill_gloo", 90, "job.py --workers 4 --backend gloo --kill", "3 of 4 pids kept", True),
     Step("kill_fsdp", 90, "job.py --workers 4 --kill", "3 of 4 pids kept, pause < 1 s", True),

@@ -15,11 +15,15 @@ Tell = Callable[[Event], None]  # thread-safe; how a host reports
 WORKER_ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is no news here: the journal says it
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog aborts, not torch
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # else nothing ends the making of a communicator
+    # Of those that don't block, torch holds the locks while it waits, and who enqueues as they are
+    # aborted waits on (ADR 13).
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else its watchdog ends the process, untold
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # or what looks after that one does, minutes later
     # It sleeps four times that over an error, and the end of its group waits for it: a minute.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # each rank would ask the controller's store every second
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # then nobody reads what each collective's caller was
     # The first thread does not train. Another's heap is made of pieces that glibc gives back and
     # faults in again with every step: with a model on the CPU that is a tenth of the time.
     "MALLOC_ARENA_MAX": "1",

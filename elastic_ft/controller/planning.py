@@ -68,7 +68,7 @@ def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
     vocabulary, longest = known_sizes(job.data)
     with torch.device("meta"):
         model = build_model(job.model, vocab_size=vocabulary, sequence_length=longest)
-    device = torch.device("cuda" if job.parallel.wants_gpu or _on_gpus(job) else "cpu")
+    device = torch.device("cuda" if _on_gpus(job) else "cpu")
 
     def check(asked: Job) -> None:
         check_parallel(asked, model, longest)
@@ -127,5 +127,7 @@ def _with(job: Job, name: str, more: dict[str, Any]) -> Job:
 
 
 def _on_gpus(job: Job) -> bool:
-    """Of this machine, which is taken to be like the workers'."""
-    return job.parallel.may_use_gpu and torch.cuda.is_available()
+    """Where the job does not say so, this machine is taken to be like the workers'. On Ray it says
+    so: a controller is shown no GPU."""
+    parallel = job.parallel
+    return parallel.wants_gpu or (parallel.may_use_gpu and torch.cuda.is_available())

@@ -5,7 +5,8 @@ is not a ring neighbour of the dead would wait out its timeout. So ``abort`` shu
 connected sockets, which ends every running and later operation in milliseconds. They are told
 apart from others (Ray's gRPC, the controller's) by the addresses of Gloo's listeners, IP and port,
 which peers exchange while forming: a port number alone means another server on each machine. NCCL
-is aborted through its communicators; who waits for one that is being split is left waiting.
+is aborted through its communicators. While one is being made torch holds the locks that its abort
+needs, of what it is split from as well: who waits for it is left waiting, and the groups with it.
 
 Gloo keeps each connection that it is offered until its group ends, also a stranger's. So once all
 have formed its listeners take no more. NCCL's, which can't be told from them, do: its ranks connect
@@ -55,6 +56,7 @@ OTHERS_TIMEOUT_S = 24 * 3600.0
 CONNECTS_LATE = "TORCH_GLOO_LAZY_INIT"  # set: Gloo's peers connect when they first need to
 ABORT_POLL_S = 0.05
 ABORT_GRACE_S = 0.2  # a closed connection ends what waits for it in milliseconds, or never
+_LEFT: list[object] = []  # groups, for good: to free one is to wait for who makes another of it
 
 
 class Closable(Protocol):
@@ -114,6 +116,7 @@ class Groups(Rendezvous):
         self.uses_nccl, self._backend = False, backend
         self._operation_timeout_s = meet_timeout_s
         self._guarded: set[Closable] = set()
+        self._is_making = False  # a thread that was left behind, one of these groups
         self._aborting: list[tuple[Any, threading.Thread]] = []  # NCCL's communicators
         self.bytes_received = 0
 
@@ -222,6 +225,7 @@ class Groups(Rendezvous):
         threading.Thread(target=run, args=asked, name="connect", daemon=True).start()
         while not futures.wait([made], ABORT_POLL_S).done:
             if self._aborted and not futures.wait([made], ABORT_GRACE_S).done:
+                self._is_making = True
                 raise GroupBroken(self._aborted)
         return made.result()
 
@@ -338,17 +342,16 @@ class Groups(Rendezvous):
         group is to wait for what it does.
         """
         self.abort(self._aborted or "teardown")
+        leave = self.uses_nccl and self._is_making
         for _, thread in self._aborting:  # what is not aborted is flushed when it is destroyed
-            thread.join(self._operation_timeout_s)
+            thread.join(ABORT_GRACE_S if leave else self._operation_timeout_s)
         if in_use is not None:
             in_use += [self.host, self.mesh, self.context, self.experts]
             in_use += torch_private.process_groups()
         self.mesh = self.context = self.experts = None
         self.host = None
         self.store = self._bare_store = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        torch_private.reset_group_names()
+        _LEFT.extend(torch_private.end_groups(leave))
         torch_private.forget_meshes()
         self._aborting = []
         self._sealed_store = None  # last: what is torn down may still ask it

@@ -6,7 +6,6 @@ and a worker trains, copies and aborts in several threads.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 import psutil
 
 from elastic_ft.config import Job, ParallelConfig
-from elastic_ft.core.deadlines import form_s
 from elastic_ft.errors import ConfigError
 
 if TYPE_CHECKING:  # a host does without torch, and must not ask CUDA: workers fork from it
@@ -24,13 +22,17 @@ if TYPE_CHECKING:  # a host does without torch, and must not ask CUDA: workers f
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # What libraries say of a device that has failed; torch's own is an AcceleratorError.
-SICK = ("CUDA error", "unhandled cuda error", "CUBLAS_STATUS", "CUDNN_STATUS", "uncorrectable ECC")
+SICK = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "uncorrectable ECC")
+# NCCL says it, too, of what a peer had shared of its memory when that one died.
+UNSURE = "unhandled cuda error"
 NO_ROOM = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory",
     "STATUS_ALLOC_FAILED",
+    "DEVICE_ALLOCATION_FAILED",
+    "_STATUS_NOT_INITIALIZED",  # a handle is memory, too
     "CUFFT_ALLOC_FAILED",
     # NCCL's last word, behind what looks like a failed device.
     "Cuda failure 'out of memory'",
@@ -54,11 +56,11 @@ def device_of(parallel: ParallelConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def set_patience(job: Job) -> None:
-    """How long NCCL waits for a communicator; before any thread, as it sets what they read."""
-    elastic = job.elastic
-    wait_s = math.ceil(form_s(elastic.form_timeout_s, elastic.max_workers))
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(wait_s))  # torch's: 30 minutes
+def set_nccls_defaults() -> None:
+    """Unless the user has; before any thread, as it sets what they read."""
+    # What NVLink's switches sum is memory of all GPUs of a machine together, that none of them can
+    # leave alone: NVIDIA's own in-process restart can't do with it either.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def set_up(job: Job) -> None:
@@ -88,11 +90,23 @@ def is_lost(device: torch.device, error: BaseException) -> bool:
         return False
     if any(isinstance(one, torch.AcceleratorError) or _says(one, SICK) for one in _chain(error)):
         return True
+    return not can_be_used(device)
+
+
+def can_be_used(device: torch.device) -> bool:
+    """Whether a GPU can still be used by this process, and waits for nothing."""
+    import torch
+
     try:
-        torch.cuda.current_stream(device).query()  # asks, and waits for nothing
+        torch.cuda.current_stream(device).query()
     except RuntimeError:
-        return True
-    return False
+        return False
+    return True
+
+
+def may_be_lost(error: BaseException) -> bool:
+    """Whether NCCL says so."""
+    return any(_says(one, (UNSURE,)) for one in _chain(error))
 
 
 def _says(error: BaseException, marks: tuple[str, ...]) -> bool:

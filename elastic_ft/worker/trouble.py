@@ -17,7 +17,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Member
 from elastic_ft.engines.loss_scale import NonFiniteGradient
 from elastic_ft.faults import Points
-from elastic_ft.worker.devices import is_lost, is_out_of_memory
+from elastic_ft.worker.devices import can_be_used, is_lost, is_out_of_memory, may_be_lost
 from elastic_ft.worker.traces import user_frames
 
 DEVICE_LOST = 76  # exit code of a worker whose GPU is of no use to it any more
@@ -44,7 +44,7 @@ class Trouble:
         self.device = torch.device("cpu")
         self._member, self._points, self._send = member, points, send
         self._is_over_within = is_over_within
-        self._out_of_memory_at: int | None = None  # the step at which the device's last was
+        self._once_more_at: int | None = None  # the last step that was, see ``_is_devices``
 
     def explain(self, generation: int, error: BaseException, *, restored: bool) -> None:
         """Tells what broke this generation; ``restored``: its state was there by then."""
@@ -77,22 +77,28 @@ class Trouble:
         self._leave_device(errors.DeviceSick(what))
 
     def _is_devices(self, generation: int, error: BaseException) -> bool:
-        """Whether ``error`` is that the device's memory was out, for the first time at this step.
+        """Whether ``error`` is one of the device's after which this step is tried once more here.
 
         Ends this process if its device is of no more use: a GPU needs another process then.
         """
-        step = self._points.step
         if self.device.type != "cuda":
             return False
-        if is_out_of_memory(error) and self._out_of_memory_at != step:
-            self._out_of_memory_at = step
-            text = f"out of device memory, once more with an empty cache: {errors.one_line(error)}"
-            worker = self._member.worker
-            self._send(ev.CollectiveFailed(time.time(), worker, generation, step, text))
-            return True
-        if is_out_of_memory(error) or is_lost(self.device, error):
+        if is_out_of_memory(error) and can_be_used(self.device):
+            why = "out of device memory, once more with an empty cache"
+        elif is_lost(self.device, error):
             self._leave_device(error)
-        return False
+        elif may_be_lost(error):
+            why = "the device answers, once more"
+        else:
+            return False
+        step = self._points.step
+        if self._once_more_at == step:
+            self._leave_device(error)
+        self._once_more_at = step
+        text = f"{why}: {errors.one_line(error)}"
+        worker = self._member.worker
+        self._send(ev.CollectiveFailed(time.time(), worker, generation, step, text))
+        return True
 
     def _leave_device(self, error: BaseException) -> NoReturn:
         """Nothing of this process's state can be read: who has copies goes on, the last word is

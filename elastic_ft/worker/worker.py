@@ -39,7 +39,7 @@ from elastic_ft.worker import birth, restore
 from elastic_ft.worker.by_engine import ByEngine
 from elastic_ft.worker.by_user import ByUser
 from elastic_ft.worker.device_events import watch_device
-from elastic_ft.worker.devices import device_memory_bytes, set_patience
+from elastic_ft.worker.devices import device_memory_bytes, set_nccls_defaults
 from elastic_ft.worker.line import ControllerLine, ControllerLost, Hooks
 from elastic_ft.worker.loop import Loop, Maker
 from elastic_ft.worker.own_keeper import OwnKeeper
@@ -94,7 +94,7 @@ class Worker:
         self._pause_timeout_s = deadlines.pause_s(elastic.pause_timeout_s, elastic.max_workers)
         lifeline.cut_off_s = self._pause_timeout_s
         use_interface_of(lifeline.own_address)  # before any thread: it sets what they read
-        set_patience(self.job)
+        set_nccls_defaults()
         self._follow(self._welcome)
         self._training = TrainingThread()
         self._points = Points(member.worker, self._welcome.faults, self._fault_fired)

@@ -158,8 +158,11 @@ def test_what_a_job_of_the_kit_must_have_found(
         ({0: {"right": True}}, "1 of 2 ranks answered"),
         ({0: {"right": True}, 1: {"right": False}}, "rank 1: right"),
         ({0: {"right": True}, 1: {"error": "DistBackendError"}}, "rank 1: DistBackendError"),
-        ({0: {"stuck": False, "why": ["x"]}, 1: {"stuck": True, "why": []}}, "rank 1: stuck"),
-        ({0: {"stuck": False, "why": []}, 1: {}}, "rank 0: formed"),
+        ({0: {}, 1: {"broken": [{"woken_s": 0.2}, {"woken_s": 9.5}]}}, "rank 1: broken"),
+        (
+            {0: {"broken": [{"woken_s": "before the abort", "formed": True}]}, 1: {}},
+            "rank 0: formed",
+        ),
         ({0: {"files": [9, 9, 10]}, 1: {"files": [9, 19, 29]}}, "rank 1: files"),
         ({0: {"free_mib": [900, 899]}, 1: {"free_mib": [900, 400]}}, "rank 1: free_mib"),
     ],

@@ -34,12 +34,12 @@ def test_gloos_interface_is_named_before_a_thread_reads_the_environment(
 
     monkeypatch.setattr(worker, "Lifeline", lambda *_: lifeline)
     monkeypatch.setattr(worker, "use_interface_of", done.append)
-    monkeypatch.setattr(worker, "set_patience", lambda job: done.append(job.name))
+    monkeypatch.setattr(worker, "set_nccls_defaults", lambda: done.append("NCCL"))
     monkeypatch.setattr(store_links.StoreLinks, "prepare", begins)
     key: Any = SimpleNamespace(secret=b"secret")
     with pytest.raises(Begun):
         worker.Worker(("127.0.0.1", 1), key, Member("w0", "n0", "localhost", 1), None)
-    assert done == ["127.0.0.1", welcome.job.name, "a thread"]
+    assert done == ["127.0.0.1", "NCCL", "a thread"]
 
 
 def test_what_a_seat_sets_has_its_place_before_a_thread_reads_the_environment(

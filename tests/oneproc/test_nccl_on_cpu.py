@@ -103,35 +103,85 @@ def test_no_communicator_waits_for_another_to_be_aborted(form: Callable[..., Gro
     assert sorted(ended) == sorted(everyone)
 
 
-def test_who_waits_for_a_group_split_from_the_world_is_woken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All ranks of the world make a split together: where one has died, the others wait in C++ for
-    as long as the making of a communicator may take, whatever is aborted."""
-    reached, ends, broken = threading.Event(), threading.Event(), list[str]()
+class Never:
+    """What waits for a peer that has died, with torch's locks held."""
 
-    def never(*_: Any, **__: Any) -> None:
-        reached.set()
-        ends.wait()
+    def __init__(self) -> None:
+        self.reached, self.ends = threading.Event(), threading.Event()
 
-    def split() -> None:
-        with torch_private.groups_made_by(groups._connected):
-            try:
-                world.split_group([0])
-            except GroupBroken as error:
-                broken.append(str(error))
+    def __call__(self, *_: Any, **__: Any) -> None:
+        self.reached.set()
+        self.ends.wait()
 
-    monkeypatch.setattr(dist.ProcessGroup, "split_group", never)
-    groups, world = make_groups("fsdp", 2), dist.ProcessGroup(dist.HashStore(), 0, 2)
-    thread = threading.Thread(target=split, daemon=True)
-    thread.start()
-    try:
-        assert reached.wait(SOON_S)
+    def broken_off(self, groups: Groups, make: Callable[[], object]) -> list[str]:
+        """Why who makes some of ``groups`` has not, once they are aborted."""
+        broken: list[str] = []
+
+        def run() -> None:
+            with torch_private.groups_made_by(groups._connected):
+                try:
+                    make()
+                except GroupBroken as error:
+                    broken.append(str(error))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        assert self.reached.wait(SOON_S)
         groups.abort("a peer died")
         thread.join(SOON_S)
-        assert broken == ["a peer died"]
-    finally:
-        ends.set()
+        return broken
+
+
+@pytest.fixture
+def never() -> Iterator[Never]:
+    waiting = Never()
+    yield waiting
+    waiting.ends.set()
+
+
+BACKEND = torch._C._distributed_c10d.Backend
+
+
+def test_who_waits_for_a_worlds_communicator_is_woken(
+    form: Callable[..., Groups], monkeypatch: pytest.MonkeyPatch, never: Never
+) -> None:
+    """All its ranks make it together: where one has died, the others wait in C++, whatever is
+    aborted."""
+    monkeypatch.setattr(BACKEND, "eager_connect_single_device", never)
+    groups = form(lambda name: None, "fsdp")
+    device = torch.device("cpu")
+    backend = dist.group.WORLD._get_backend(device)
+    why = never.broken_off(groups, lambda: backend.eager_connect_single_device(device))
+    assert why == ["a peer died"]
+    assert BACKEND.eager_connect_single_device is never  # as it was
+
+
+def test_who_waits_for_a_group_split_from_the_world_is_woken(
+    monkeypatch: pytest.MonkeyPatch, never: Never
+) -> None:
+    """As for the world's."""
+    monkeypatch.setattr(dist.ProcessGroup, "split_group", never)
+    groups, world = make_groups("fsdp", 2), dist.ProcessGroup(dist.HashStore(), 0, 2)
+    assert never.broken_off(groups, lambda: world.split_group([0])) == ["a peer died"]
+
+
+def test_groups_of_which_another_is_being_made_are_left(
+    form: Callable[..., Groups], monkeypatch: pytest.MonkeyPatch, never: Never
+) -> None:
+    """torch holds the locks of what is split: who aborted and ended it waited for a minute, and was
+    killed for not coming to its safe point."""
+    groups = form(lambda name: never.ends.wait() and None, "hsdp", shard_size=4)
+    monkeypatch.setattr(dist.ProcessGroup, "split_group", never)
+    monkeypatch.setattr(dist.ProcessGroup, "shutdown", lambda _: never.ends.wait())
+    world = dist.group.WORLD
+    never.broken_off(groups, lambda: world.split_group([0]))
+    thread = threading.Thread(target=groups.teardown, daemon=True)
+    thread.start()
+    thread.join(SOON_S / 4)
+    assert not thread.is_alive() and not dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    assert dist.group.WORLD is not world and names() == ["0"]
+    monkeypatch.undo()
 
 
 def test_who_shares_positions_is_split_from_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,22 +211,35 @@ def test_a_communicator_that_can_not_be_aborted_is_named(
     assert "aborting a communicator: RuntimeError: timed out" in caplog.text
 
 
-def test_making_a_communicator_can_be_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocking, ncclCommInitRank returns no sooner than all peers are there: one that dies takes
-    the others with it."""
-    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
-    devices.set_patience(make_job(elastic={"max_workers": 2, "form_timeout_s": 12.5}))
-    assert WORKER_ENVIRONMENT["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
+def test_who_enqueues_as_communicators_are_aborted_waits_for_nothing() -> None:
+    """Of one that does not block torch asks how far it is, again and again, also once it is
+    aborted: for longer than a survivor may take to its safe point."""
+    assert WORKER_ENVIRONMENT["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0"
     assert WORKER_ENVIRONMENT["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert devices.os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "13"
+
+
+@pytest.mark.parametrize(("users", "found"), [(None, "0"), ("1", "1")])
+def test_memory_that_gpus_have_together_is_not_used_unless_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch, users: str | None, found: str
+) -> None:
+    """NVLink SHARP's: with a peer lost, what is left of it can't be given back."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    if users is not None:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", users)
+    devices.set_nccls_defaults()
+    assert devices.os.environ["NCCL_NVLS_ENABLE"] == found
 
 
 def test_torchs_watchdog_neither_ends_a_worker_nor_keeps_its_teardown_waiting() -> None:
     """It meets a device's error as the worker does, and would end the process before a word of it
-    is told. Over an error of NCCL's it sleeps four times what a dump may take, a minute, which the
-    end of its group waits for."""
+    is told; or its own watchdog would, once it has ended and its group is left. Over an error of
+    NCCL's it looks up who called, for which it wants the interpreter, and sleeps four times what a
+    dump may take, a minute: the end of its group waits for both."""
     assert WORKER_ENVIRONMENT["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert WORKER_ENVIRONMENT["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert WORKER_ENVIRONMENT["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
+    assert WORKER_ENVIRONMENT["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "0"
 
 
 @pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])

@@ -237,6 +237,14 @@ def test_a_dataset_says_itself_how_large_its_samples_are(model: dict[str, Any]) 
     assert planning.work.model.vocabulary == 101
 
 
+@pytest.mark.parametrize(("device", "on_gpus"), [("cuda", True), ("auto", False), ("cpu", False)])
+def test_a_job_for_gpus_is_planned_for_gpus_where_none_is_seen(device: str, on_gpus: bool) -> None:
+    """A controller on Ray sees none: nothing overlapped, in its plans, as on CPUs."""
+    parallel = {"strategy": "auto", "device": device}
+    devices = planning_of(job_of(model=sizes("decoder-1m"), parallel=parallel)).devices
+    assert (devices.fused, devices.overlaps) == (on_gpus, on_gpus)
+
+
 def test_amsgrad_keeps_a_third_moment() -> None:
     job = job_of(optimizer={"name": "adamw", "kwargs": {"amsgrad": True}})
     assert describe_job(job).optimizer_bytes == 12

@@ -63,9 +63,7 @@ def caused(by: BaseException) -> GroupBroken:
         torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-        dist.DistBackendError("NCCL error: unhandled cuda error, NCCL version 2.28.9"),
         caused(torch.AcceleratorError("CUDA error: unspecified launch failure")),
-        dist.DistBackendError(NCCL_SAYS + "Cuda failure 719 'unspecified launch failure'"),
     ],
     ids=str,
 )
@@ -92,6 +90,32 @@ def test_an_error_that_leaves_the_device_sick_is_its_devices(
     assert code == trouble.DEVICE_LOST
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistBackendError(NCCL_SAYS + "Cuda failure 719 'unspecified launch failure'"),
+        caused(dist.DistBackendError(NCCL_SAYS + "Cuda failure 1 'invalid argument'")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("answers", [True, False])
+def test_nccls_word_of_a_device_is_checked(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, answers: bool
+) -> None:
+    """It says the same of memory that a peer had shared and that went with it: a survivor ended
+    itself, and its node was blamed. A second time it is believed."""
+
+    def query() -> bool:
+        if not answers:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        return True
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=query))
+    *tried, told, code = explained(monkeypatch, *[error] * (1 + answers))
+    assert [type(message).__name__ for message in tried] == ["CollectiveFailed"] * answers
+    assert told.whose == ITS_DEVICE and code == trouble.DEVICE_LOST
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_users_errors_and_lost_peers_are_what_they_were(
     monkeypatch: pytest.MonkeyPatch, device: str
@@ -110,6 +134,8 @@ def test_users_errors_and_lost_peers_are_what_they_were(
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
         RuntimeError("CUDA driver error: out of memory"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),

@@ -137,6 +137,9 @@ def test_group_backends_can_be_asked_for() -> None:
     assert callable(dist.ProcessGroupGloo.abort)
     assert callable(dist.ProcessGroup.split_group)  # torch's own function asks it, and may wait
     assert "parent_pg.split_group(" in inspect.getsource(distributed_c10d.split_group)
+    eager = torch._C._distributed_c10d.Backend.eager_connect_single_device
+    helper = inspect.getsource(distributed_c10d._new_process_group_helper)
+    assert callable(eager) and "eager_backend.eager_connect_single_device(" in helper
     if dist.is_nccl_available():
         assert callable(dist.ProcessGroupNCCL.abort)
 
@@ -269,7 +272,7 @@ def test_what_is_cut_twice_along_an_axis_is_where_fsdp_has_it() -> None:
 
 
 def test_a_world_that_failed_to_form_leaves_the_group_count_behind() -> None:
-    """What ``reset_group_names`` is for: without it the next world would have another name."""
+    """``end_groups`` sees to it: the next world would have another name."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     timeout = datetime.timedelta(milliseconds=50)
     assert distributed_c10d._world.group_count == 0
@@ -277,7 +280,7 @@ def test_a_world_that_failed_to_form_leaves_the_group_count_behind() -> None:
         dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timeout)
     assert not dist.is_initialized()
     assert distributed_c10d._world.group_count == 1
-    torch_private.reset_group_names()
+    assert torch_private.end_groups() == []
     assert distributed_c10d._world.group_count == 0
 
 
