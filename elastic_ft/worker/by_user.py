@@ -13,10 +13,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
+
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.own_attempt import Running
 from elastic_ft.errors import ConfigError, ElasticError, ScriptDiffers, UsageError
-from elastic_ft.models.named import NamedSums, checked
+from elastic_ft.models.named import NamedSums, checked, fetched
 from elastic_ft.worker import same_losses
 from elastic_ft.worker.agreement import sum_over_members
 from elastic_ft.worker.loop import Loop, Made, Making
@@ -382,11 +384,18 @@ def check_named_alike(names: Sequence[str] | None, world: int) -> None:
 
 def summed(run: Any, micro_batches: Iterator[MicroBatch]) -> tuple[float, float, NamedSums]:
     """Of ``run(micro_batch)``, which returns (sum, count), and named metrics if it likes."""
-    total, terms, sums = 0.0, 0.0, NamedSums()
+    total: Any = 0.0
+    terms: Any = 0.0
+    sums = NamedSums()
     for micro_batch in micro_batches:
         found, count, *named = run(micro_batch)
         sums.add(checked(named[0]) if named else {}, micro_batch.weight)
         if micro_batch.weight:
-            total += float(found)
-            terms += float(count)
-    return total, terms, sums
+            total, terms = total + _number(found), terms + _number(count)
+    told, counted = fetched([total, terms])
+    return told, counted, sums
+
+
+def _number(value: Any) -> torch.Tensor | float:
+    """In double precision; of a tensor, where it is."""
+    return value.detach().double().reshape(()) if isinstance(value, torch.Tensor) else float(value)
