@@ -126,7 +126,7 @@ class ByUser:
         running = self._begin(loop, attempt)
         groups = loop.groups
         dealt = Dealt(running, groups.world_size, groups.rank or 0, groups.generation)
-        yield from self._given(loop, dealt)
+        has_run = yield from self._given(loop, dealt)
         own = self._own
         if own.ending:
             if own.ends_early(loop.step - 1) and self._others_have:
@@ -153,7 +153,8 @@ class ByUser:
         if loop.tools.data.stream is None and loop.tools.prefetcher.renew():
             attempt.micro_batches = running.micro_batches = loop.load(attempt.number)
         own.at.begin_step(attempt.number)  # not before: who breaks off above is where it was
-        self._engine.own.look_ahead(loop.step)
+        if has_run or source is not None:  # else nobody has changed what was captured
+            self._engine.own.look_ahead(loop.step)
         if body is not None:
             own.result = self._result_of(body)
         else:
@@ -288,14 +289,14 @@ class ByUser:
             self._engine.forget_initial()
         return None
 
-    def _given(self, loop: Loop, item: Dealt | Step | Ended) -> Iterator[Handed]:
+    def _given(self, loop: Loop, item: Dealt | Step | Ended) -> Generator[Handed, None, bool]:
         """To the user's thread, until it wants more than an errand; or not, where it has nothing to
-        do between two steps."""
+        do between two steps. Returns whether that has run."""
         goes_on = self._own.goes_on
         if goes_on is not None and not isinstance(item, Ended):
             is_last = loop.pausing or loop.stopping or self.is_over
             if not is_last and goes_on(item):
-                return
+                return False
         outside = loop.tools.points.outside
         with outside():
             yield item
@@ -310,6 +311,7 @@ class ByUser:
             with outside():
                 yield done
             self._moved = True
+        return True
 
     def _capture(self, loop: Loop) -> None:
         """What the user's code has done belongs to the step made last, which is told of."""

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_ft.data.prefetch import Prefetcher
+from elastic_ft.engines import own_buffers
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.own_buffers import Buffers
 from elastic_ft.engines.own_frozen import Frozen
 from elastic_ft.engines.pipeline import cut, tokens_and_targets
 from elastic_ft.models import named as named_module
@@ -123,6 +125,27 @@ def test_frozen_weights_are_looked_at_with_a_steps_sums(monkeypatch: pytest.Monk
     assert waits == []
     monkeypatch.undo()
     assert [bool(one) for one in found] == [False, False, True]
+
+
+def test_running_statistics_are_shared_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many micro-batches each had seen was asked four times in a step, and whether any other
+    buffer had changed once for each."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for number in range(2):
+        model.register_buffer(f"constant{number}", torch.ones(3))
+    buffers, waits = Buffers([model], model.named_buffers), list[str]()
+    monkeypatch.setattr(own_buffers, "is_waited_for", lambda device: True)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)  # the other has none
+    buffers.capture()
+    count(monkeypatch, waits, *WAITS)
+    for _ in range(2):
+        buffers.begin()
+        model(torch.randn(4, 2))
+        buffers.share(0, 2, torch.device("cpu"), lambda: None)
+        buffers.end()
+    monkeypatch.undo()
+    assert waits == ["tolist"] * 2
+    assert [int(model[n].num_batches_tracked) for n in (0, 2)] == [2, 2]
 
 
 def test_experts_are_balanced_with_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
