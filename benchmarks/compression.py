@@ -109,9 +109,8 @@ def train(groups: Groups, job: Job) -> tuple[list[float], float]:
             MicroBatch(mine.start + n, data.train.collate(some)) for n, some in enumerate(samples)
         ]
         with sent:
-            loss, tokens = engine.run_batch(step, micro_batches, lambda *point: None)
-            squares = engine.square_norm()
-        summed = torch.tensor([loss, tokens, squares], dtype=torch.float64)
+            sums = engine.run_batch(step, micro_batches, lambda *point: None)
+        summed = torch.tensor([sums.loss, sums.tokens, sums.squares], dtype=torch.float64)
         dist.all_reduce(summed)
         engine.apply(step, int(summed[1]), float(summed[2]), lambda *point: None)
         losses.append(float(summed[0] / summed[1]))

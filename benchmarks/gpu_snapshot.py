@@ -91,13 +91,12 @@ class Training:
         first = number * self._batch
         samples = [self._data[(first + i) % len(self._data)] for i in range(self._batch)]
         micro_batch = MicroBatch(0, self._data.collate(samples))
-        _, tokens = self.engine.run_batch(number, [micro_batch], lambda *_: None)
-        squares = self.engine.square_norm()
+        sums = self.engine.run_batch(number, [micro_batch], lambda *_: None)
         waited = time.perf_counter()
         self.snapshots.wait(self.groups.deadline())
         self.snapshots.drop_before(self.snapshots.newest())
         blocked_s = time.perf_counter() - waited
-        self.engine.apply(number, tokens, squares, lambda *_: None)
+        self.engine.apply(number, sums.tokens, sums.squares, lambda *_: None)
         if snapshot:
             queued = time.perf_counter()
             self.snapshots.take(number, self.engine.state(), self.groups, {}, lambda *_: None)

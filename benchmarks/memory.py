@@ -260,8 +260,8 @@ def trainer_of(groups: Groups, job: Job, micro_batches: int) -> Callable[[int], 
             engine.attach(groups)
             engine.initialise()
             return
-        engine.run_batch(step, batches, lambda *point: None)
-        squares = torch.tensor(engine.square_norm(), dtype=torch.float64)
+        sums = engine.run_batch(step, batches, lambda *point: None)
+        squares = torch.tensor(sums.squares, dtype=torch.float64)
         dist.all_reduce(squares)
         engine.apply(step, tokens, float(squares), lambda *point: None)
 

@@ -108,8 +108,8 @@ def bare_worker(job: Job, rank: int, world: int, port: int, results: Any) -> Non
         first = ((number - 1) * world + rank) * size
         samples = [data.train[(first + i) % len(data.train)] for i in range(size)]
         batch = [MicroBatch(rank, data.train.collate(samples))]
-        loss, tokens = engine.run_batch(number, batch, lambda *_: None)
-        values = [loss, float(tokens), engine.square_norm()]
+        sums = engine.run_batch(number, batch, lambda *_: None)
+        values = [sums.loss, float(sums.tokens), sums.squares]
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
         engine.apply(number, int(packed[1]), float(packed[2]), lambda *_: None)

@@ -127,8 +127,8 @@ def steps_s(groups: Groups, run: Run, steps: int, job: Job) -> list[float]:
     for step in range(1, WARM_UP + steps + 1):
         dist.barrier()
         began = time.perf_counter()
-        engine.run_batch(step, batches, lambda *point: None)
-        squares = torch.tensor(engine.square_norm(), dtype=torch.float64)
+        sums = engine.run_batch(step, batches, lambda *point: None)
+        squares = torch.tensor(sums.squares, dtype=torch.float64)
         dist.all_reduce(squares)
         engine.apply(step, GLOBAL_BATCH * length, float(squares), lambda *point: None)
         dist.barrier()

@@ -131,9 +131,9 @@ class Rank:
         began, self.step = time.perf_counter(), self.step + 1
         index = (self.step * WORLD + (self.groups.rank or 0)) % len(self.data)
         batch = [MicroBatch(self.groups.rank or 0, self.data.collate([self.data[index]]))]
-        loss, tokens = self.engine.run_batch(self.step, batch, lambda *_: None)
+        sums = self.engine.run_batch(self.step, batch, lambda *_: None)
         self._blocked(lambda: self.snapshots.wait(self.groups.deadline()))
-        values = [loss, float(tokens), float(written), self.engine.square_norm()]
+        values = [sums.loss, float(sums.tokens), float(written), sums.squares]
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
         self.engine.apply(self.step, int(packed[1]), float(packed[3]), lambda *_: None)

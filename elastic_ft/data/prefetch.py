@@ -180,6 +180,10 @@ class Prefetcher:
             self._changed.notify_all()
             return True
 
+    def finished(self, data: Any) -> Any:
+        """A micro-batch that was read elsewhere, as those that are read here."""
+        return data if self._finish is None else self._finish(data)
+
     def cancel(self) -> None:
         """Drops every request and wakes a waiting ``get``; what is loaded is kept."""
         with self._changed:

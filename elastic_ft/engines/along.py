@@ -94,7 +94,9 @@ class Along:
         return [reduce(add, one) for one in self._told]
 
 
-def run_backward(loss: Tensor, along: Along | None, total: Tensor, tokens: TermCounts) -> None:
+def run_backward(
+    loss: Tensor, along: Along | None, total: Tensor | float, tokens: TermCounts
+) -> None:
     """Of a micro-batch; ``along``: of a step's last one, if numbers can travel with it."""
     if along is None:
         loss.backward()

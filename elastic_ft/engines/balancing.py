@@ -39,18 +39,16 @@ class Balancing:
         for mixture in self._here:
             mixture.counts = weight > 0
 
-    def sums(self) -> list[float]:
-        """One wait for the device, of however many mixtures."""
-        loads = [None if m is None else m.load for _, m in self._slots]  # or had no micro-batch
-        here = [load for load in loads if load is not None]
-        told = iter(torch.cat(here).tolist() if here else ())
-        found: list[float] = []
-        for (experts, _), load in zip(self._slots, loads, strict=True):
-            found += [0.0 if load is None else float(next(told)) for _ in range(experts)]
+    def queued(self) -> list[torch.Tensor | float]:
+        """To be ``fetched``, whatever the device has still to do for it."""
+        found: list[torch.Tensor | float] = []
+        for experts, mixture in self._slots:
+            load = None if mixture is None else mixture.load  # or had no micro-batch
+            found += [0.0] * experts if load is None else [load]
         return found
 
     def agreed(self, sums: Sequence[float]) -> None:
-        """``sums``: as of ``sums``, added up over ranks."""
+        """``sums``: as ``queued``, fetched and added up over ranks."""
         self._agreed = sums
 
     def apply(self) -> None:

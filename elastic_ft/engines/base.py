@@ -33,6 +33,23 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchSums:
+    """Of one rank's micro-batches, all of whose gradients are reduced.
+
+    Attributes:
+        loss, tokens, named: nothing where they came along with the gradients (``engines.along``).
+        squares: this rank's share of the squared norm of all gradients, before they are scaled; all
+            of it where numbers came along; 0.0 where the optimizer's step finds the norm by itself.
+        named: see ``NamedSums.sums``.
+    """
+
+    loss: float
+    tokens: int
+    squares: float
+    named: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Compiled:
     """Graphs of layers that a worker has compiled, or found in its node's cache."""
 
@@ -120,19 +137,13 @@ class Engine(StateEngine, Protocol):
     base_digest: str | None
     along: Along | None
 
-    def run_batch(
-        self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach
-    ) -> tuple[float, int]:
-        """Runs forward and backward, gradients reduced. Returns this rank's (loss sum, tokens)."""
-
-    def square_norm(self) -> float:
-        """This rank's share of the squared norm of all gradients, before they are scaled; all of it
-        where numbers came ``along``; 0.0 where the optimizer's step finds the norm by itself. Every
-        collective that makes gradients is done once this returns (I4). Raises GroupBroken if one
-        was aborted."""
+    def run_batch(self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach) -> BatchSums:
+        """Runs forward and backward. Every collective that makes gradients is done once this
+        returns (I4): it waits for the device once, behind all that a step has for it by then.
+        Raises GroupBroken if a collective was aborted."""
 
     def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
-        """Clips and applies the optimizer. ``tokens`` and ``squares`` (see ``square_norm``) are
+        """Clips and applies the optimizer. ``tokens`` and ``squares`` (see ``BatchSums``) are
         summed over the world."""
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int, NamedSums]:

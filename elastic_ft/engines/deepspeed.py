@@ -24,7 +24,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box, boxes_of_range
 from elastic_ft.engines import deepspeed_private
 from elastic_ft.engines.activations import checkpoint_activations
-from elastic_ft.engines.base import MicroBatch, Update
+from elastic_ft.engines.base import BatchSums, MicroBatch, Update
 from elastic_ft.engines.from_folder import read_weights
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
 from elastic_ft.engines.modules import (
@@ -43,7 +43,7 @@ from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import block_modules, computed_buffers
 from elastic_ft.models.loss import loss_and_named
-from elastic_ft.models.named import NamedSums
+from elastic_ft.models.named import NamedSums, fetched
 from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
 
 BUCKET_ELEMENTS = 1 << 25  # of gradients reduced at a time; DeepSpeed's own default takes 2 GB
@@ -228,16 +228,15 @@ class DeepSpeedEngine(EngineOfJob):
         """Its collectives are part of backward: all ranks run as many, padded if need be."""
         return max(dealt)
 
-    def run_batch(
-        self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach
-    ) -> tuple[float, int]:
+    def run_batch(self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach) -> BatchSums:
         assert self._groups is not None
         engine = self._engine
         factor = self._groups.world_size / self._nominal_tokens  # gradients are averaged over ranks
         factor *= self._loss_scale.factor
         if self.stage:
             engine.optimizer.override_loss_scale(1.0)
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), TermCounts()
+        total: torch.Tensor | float = 0.0
+        tokens = TermCounts()
         self.named.begin()
         self._first_gradients.watch(reach, self._blocks)
         for index, micro_batch in enumerate(micro_batches):
@@ -253,19 +252,16 @@ class DeepSpeedEngine(EngineOfJob):
                 engine.backward(loss * (factor * micro_batch.weight), scale_wrt_gas=False)
             self.named.add(found, micro_batch.weight)
             if micro_batch.weight:
-                total += loss.detach().double()
+                total = total + loss.detach().double()
                 tokens.add(count)
-        return float(total), tokens.total()
-
-    def square_norm(self) -> float:
-        """DeepSpeed's own step finds the norm where it has partitioned the gradients."""
-        assert self._groups is not None
-        squares = 0.0
+        norm: torch.Tensor | float = 0.0
         if not self.stage and self._groups.rank == 0:  # all have the same
-            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-            squares = float(torch.nn.utils.get_total_norm(gradients)) ** 2
+            gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+        asked = [total, tokens.queued(), norm, *self.named.queued()]
+        told, terms, whole, *named = fetched(asked)
         self._check_said()
-        return squares
+        return BatchSums(told, int(terms), whole**2, named)
 
     def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
         assert self._optimizer is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -69,14 +70,19 @@ def _check(is_reduced: bool) -> None:
 
 @torch.no_grad()
 def squares_of_shards(
-    gradients: Sequence[torch.Tensor], layout: Layout, tied: TiedWeight | None, device: torch.device
-) -> float:
-    """This rank's share of the squared norm of all gradients. Waits for the device."""
+    gradients: Sequence[torch.Tensor], layout: Layout, tied: TiedWeight | None
+) -> torch.Tensor:
+    """This rank's share of the squared norm of all gradients: a scalar that no one waited for."""
     norms = torch._foreach_norm([local_part(g) for g in gradients])
     ranks = layout.world_size // layout.pipeline_size
-    copies = [_copies(g, ranks, tied) for g in gradients]
-    replicas = torch.tensor(copies, device=device)
-    return float((torch.stack(norms).double() ** 2 / replicas).sum())
+    squares = torch.stack(norms).double() ** 2
+    replicas = _as_tensor(tuple(_copies(g, ranks, tied) for g in gradients), squares.device)
+    return (squares / replicas).sum()
+
+
+@lru_cache(maxsize=8)  # the same in each step, and to bring it to the device is to wait
+def _as_tensor(copies: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(copies, device=device)
 
 
 def _copies(gradient: torch.Tensor, ranks: int, tied: TiedWeight | None) -> int:

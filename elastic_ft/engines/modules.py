@@ -145,9 +145,13 @@ class TermCounts:
             self._there = torch.zeros((), dtype=torch.int64, device=count.device)
         self._there = self._there + count.to(torch.int64)
 
+    def queued(self) -> torch.Tensor | int:
+        """To be asked for: if the device counted it, with a wait for that."""
+        return self._here if self._there is None else self._there + self._here
+
     def total(self) -> int:
         """Waits for the device if it counted."""
-        return self._here + (0 if self._there is None else int(self._there))
+        return int(self.queued())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
 from elastic_ft.engines.along import run_backward
 from elastic_ft.engines.averaged import averaged
-from elastic_ft.engines.base import MicroBatch, Update
+from elastic_ft.engines.base import BatchSums, MicroBatch, Update
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.compiling import Compiler, eagerly
 from elastic_ft.engines.expert_parallel import experts_of_each, is_shared_out, runs_of_experts
@@ -49,7 +49,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.waits import WAITS
 from elastic_ft.models.build import computed_buffers
 from elastic_ft.models.loss import loss_and_named
-from elastic_ft.models.named import NamedSums
+from elastic_ft.models.named import NamedSums, fetched
 from elastic_ft.state.tensors import LocalState, StateTensor, keyed
 
 
@@ -239,22 +239,18 @@ class NativeEngine(EngineOfJob):
             return micro_batches_to_run(max(dealt), ranks, self.job.parallel.schedule)
         return 0 if self._replicated else max(dealt)
 
-    def run_batch(
-        self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach
-    ) -> tuple[float, int]:
+    def run_batch(self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach) -> BatchSums:
         assert self._groups is not None and self._runner is not None
         # Gradients are averaged over ranks: the factor makes their sum the mean over tokens.
         ranks = self._groups.assignment.layout.gradient_size
         factor = ranks / self._nominal_tokens * self._loss_scale.factor
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), TermCounts()
+        total: torch.Tensor | float = 0.0
+        tokens, model = TermCounts(), self._model
         self.named.begin()
         self._watch_first_gradients(reach)
-        model = self._model
         if model.pipeline is not None:
-            found = run_watched(
-                model.pipeline, step, micro_batches, factor, model.blocks[-1], reach
-            )
-            return self._counted(*found, self.named)
+            of = (model.pipeline, step, micro_batches, factor, model.blocks[-1], reach)
+            return self._sums(*run_watched(*of))
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             seed_for(self.job.seed, step, micro_batch.number)
@@ -269,23 +265,23 @@ class NativeEngine(EngineOfJob):
                     reach("backward")
                 self.named.add(found, micro_batch.weight)
                 if micro_batch.weight:
-                    total += loss.detach().double()
+                    total = total + loss.detach().double()
                     tokens.add(count)
                 scaled = loss * (factor * micro_batch.weight)
                 run_backward(scaled, self.along if last else None, total, tokens)
             for buffer, before in kept.items():  # padding is no sample: running statistics, say
                 buffer.copy_(before)
-        return self._counted(float(total), tokens.total(), self.named)
+        return self._sums(total, tokens.queued())
 
-    def _counted(self, loss: float, tokens: int, named: NamedSums) -> tuple[float, int]:
+    def _counts(self, named: NamedSums) -> bool:
         """Tensor-parallel peers have the same loss: one of them counts it."""
         if not self._settled:
             self._listed, self._settled = None, True
         assert self._groups is not None and self._groups.rank is not None
-        if self._groups.assignment.layout.counts_loss(self._groups.rank):
-            return loss, tokens
-        named.leave_out()
-        return 0.0, 0
+        counts = self._groups.assignment.layout.counts_loss(self._groups.rank)
+        if not counts:
+            named.leave_out()
+        return counts
 
     def _accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around each micro-batch: what can wait for a step's last one is not sent before."""
@@ -307,21 +303,28 @@ class NativeEngine(EngineOfJob):
             last = next(p for p in reversed(model.parameters.values()) if p.requires_grad)
         self._first_gradients.watch(reach, model.blocks, last)
 
-    def square_norm(self) -> float:
+    def _sums(self, loss: torch.Tensor | float, terms: torch.Tensor | int) -> BatchSums:
+        """Of a batch whose backward is queued. The norm is queued behind it, and then all is asked
+        for at once: whatever waits for the device before leaves it idle for as long."""
         assert self._groups is not None
         model, layout = self._model, self._groups.assignment.layout
         found = gradients.reduced(model)
         gradients.check_reduced(model, self._runner, layout.dp_replicate)
         model.replicas.reduce()
-        is_told = self.along is not None and self.along.is_told
-        if self._replicated:  # all have the same: one of them counts it, where it is summed
-            norm = float(torch.nn.utils.get_total_norm(found))
-            squares = norm * norm if is_told or self._groups.rank == 0 else 0.0
+        if self._replicated:
+            norm = torch.nn.utils.get_total_norm(found)
         else:
-            squares = gradients.squares_of_shards(found, layout, model.tied, self.device)
-        if not is_told:  # else the step is agreed on: who has come so far makes it (I4)
-            self._groups.check()  # the device is done: with what it was to do, or with an abort
-        return squares
+            norm = gradients.squares_of_shards(found, layout, model.tied)
+        counts = self._counts(self.named)
+        if self.along is not None and self.along.is_told:  # who has come so far makes the step (I4)
+            (whole,) = fetched([norm])
+            return BatchSums(0.0, 0, whole * whole)
+        loss, terms = (loss, terms) if counts else (0.0, 0)
+        share, total, count, *named = fetched([norm, loss, terms, *self.named.queued()])
+        self._groups.check()  # the device is done: with what it was to do, or with an abort
+        if self._replicated:  # all have the same: one of them counts it
+            share = share * share if self._groups.rank == 0 else 0.0
+        return BatchSums(total, int(count), share, named)
 
     def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
         model, optimizer = self._model, self._model.optimizer
@@ -370,7 +373,7 @@ class NativeEngine(EngineOfJob):
         finally:
             for part in parts:
                 part.train()
-        return (*self._counted(*found, sums), sums)
+        return (*(found if self._counts(sums) else (0.0, 0)), sums)
 
 
 # ------------------------------------------------------------------------------- helpers

@@ -18,7 +18,7 @@ from elastic_ft.engines.modules import DTYPES, FirstGradients, TermCounts, to_de
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import initial_parts
 from elastic_ft.models.loss import loss_and_named
-from elastic_ft.models.named import NamedSums
+from elastic_ft.models.named import NamedSums, fetched
 from elastic_ft.state.tensors import LocalState, tensor_name
 
 
@@ -65,14 +65,16 @@ class EngineOfJob:
         self, model: nn.Module, micro_batches: Iterable[MicroBatch], sums: NamedSums
     ) -> tuple[float, int]:
         """The loss's sum and terms; what is named goes into ``sums``."""
-        total, tokens = 0.0, TermCounts()
+        total: torch.Tensor | float = 0.0
+        tokens = TermCounts()
         for micro_batch in micro_batches:
             loss, count, found = loss_and_named(model, to_device(micro_batch.data, self.device))
             sums.add(found, micro_batch.weight)
             if micro_batch.weight:
-                total += float(loss)
+                total = total + loss.double()
                 tokens.add(count)
-        return total, tokens.total()
+        told, terms = fetched([total, tokens.queued()])
+        return told, int(terms)
 
     def _check_said(self) -> None:
         """Of what had collectives in it: an abort would have left anything in their results. Raises

@@ -194,11 +194,18 @@ class OwnEngine(OwnStep):
         return state
 
     def gradients_seen(self) -> Any:
-        """Equal to what it was, as long as nothing has changed gradients: see ``own_watch``."""
-        if not self._is_cut:
-            return own_watch.versions(self._listed)
-        probe = own_watch.probe(self._listed)
-        return None if probe is None else probe.tolist()
+        """For ``check_gradients``; see ``own_watch``."""
+        return (own_watch.probe if self._is_cut else own_watch.versions)(self._listed)
+
+    def check_gradients(self, seen: Any) -> None:
+        """Raises ConfigError if they are not as they were; of what is cut the step's agreement
+        does, which waits for the device anyway."""
+        now = self.gradients_seen()
+        if isinstance(seen, torch.Tensor) and isinstance(now, torch.Tensor):
+            assert self.running is not None
+            self.running.cleared.append(own_watch.is_other(now, seen))
+        elif isinstance(seen, torch.Tensor) or isinstance(now, torch.Tensor) or now != seen:
+            own_watch.refuse_cleared()
 
     def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
         return 0 if self._replicated else max(dealt)

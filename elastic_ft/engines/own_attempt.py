@@ -34,6 +34,7 @@ class Running:
         self.before: Versions = {}  # of gradients, when the first micro-batch was given
         self.made: Versions = {}  # of gradients, after the last backward
         self.probe: torch.Tensor | None = None  # of gradients that are cut, then
+        self.cleared: list[torch.Tensor | bool] = []  # whether earlier micro-batches' were changed
         self.told = 0  # losses, since the last agreement
         self.named = 0  # micro-batches with named metrics
         self.divided = False  # losses came as parts of the mean
@@ -41,10 +42,15 @@ class Running:
         self.meant = (0, 0)  # the pass and micro-batch of which a mean came last
         self.agreed = False
         self.is_compared = False  # the loss of the global batch's first micro-batch
-        self.compared: list[torch.Tensor] = []  # that loss, each time that it was made
+        self.compared: list[torch.Tensor | float] = []  # that loss, each time that it was made
         self.ratio = 1.0  # by which gradients are multiplied to be means over all terms
         self.scaled = False
         self.norm: float | None = None  # of the global gradient, once agreed
+
+    @property
+    def may_scale(self) -> bool:
+        """Whether gradients may not be means yet: means of micro-batches are."""
+        return not self.divided and self.meant == (0, 0)
 
 
 def terms_in(data: Any) -> int | None:

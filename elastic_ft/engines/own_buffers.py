@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic_ft.errors import ConfigError
+from elastic_ft.models.named import is_waited_for
 
 AVERAGES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 FindBuffers = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -70,7 +70,8 @@ class _Average:
     part: nn.Module
     mean: torch.Tensor  # before the step, as the others
     var: torch.Tensor
-    count: int
+    count: torch.Tensor
+    seen: tuple[int, int]
 
     def gained(self, start: int, counts: list[int], rank: int) -> torch.Tensor:
         """This rank's w_k c_k, float64 [2, features]; and rank 0's f_1 f_2 ... r0 with it.
@@ -93,7 +94,15 @@ class _Average:
         self.part.num_batches_tracked.fill_(count)
 
     def put_back(self) -> None:
-        self.put(torch.stack([self.mean, self.var]), self.count)
+        self.part.running_mean.copy_(self.mean)
+        self.part.running_var.copy_(self.var)
+        self.part.num_batches_tracked.copy_(self.count)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a forward has come since. No device is asked where torch counted no change."""
+        is_same = _seen(self.part) == self.seen
+        return not is_same and bool(self.part.num_batches_tracked > self.count)
 
     @property
     def _before(self) -> torch.Tensor:
@@ -133,7 +142,7 @@ class Buffers:
         if self._parts is None:
             self._parts = self._sort_out()
         self._averages = [
-            _Average(part, part.running_mean.clone(), part.running_var.clone(), count)
+            _Average(part, part.running_mean.clone(), part.running_var.clone(), count, _seen(part))
             for part, count in zip(self._parts, _counts(self._parts), strict=True)
         ]
 
@@ -165,28 +174,34 @@ class Buffers:
         device: torch.device,
         check: Callable[[], None],
     ) -> None:
-        found = dict(self._find())
-        now = _counts([average.part for average in averages])
-        counts = [[0] * len(averages) for _ in range(world_size + 1)]
-        counts[rank] = [n - a.count for n, a in zip(now, averages, strict=True)]
-        if rank == 0:
-            counts[-1] = [average.count for average in averages]
-        changed = [_differ(found[name], self.kept[name]) for name in self._others]
-        told = torch.tensor([*chain(*counts), *changed], dtype=torch.int64, device=device)
+        """One wait for the device. What else is made of it by then is looked at with the step's own
+        sums: where a collective was aborted there is no step, and buffers are put back."""
+        found, width, behind = dict(self._find()), len(averages), (world_size + 1) * len(averages)
+        told = torch.zeros(behind + len(self._others), dtype=torch.int64, device=device)
+        for at, name in enumerate(self._others, behind):
+            told[at] = _differ(found[name], self.kept[name])
+        if averages:
+            before = torch.stack([average.count for average in averages])
+            now = torch.stack([average.part.num_batches_tracked for average in averages])
+            told[rank * width :][:width] = now - before
+            if rank == 0:
+                told[world_size * width :][:width] = before
         dist.all_reduce(told)
+        numbers = told.tolist()
         check()
-        *seen, last = told.cpu().split([len(averages)] * (world_size + 1) + [len(changed)])
-        for name, is_changed in zip(self._others, last.tolist(), strict=True):
+        for name, is_changed in zip(self._others, numbers[behind:], strict=True):
             if is_changed:
                 raw = _bytes_of(found[name]).to(device)  # Gloo does not know all dtypes
                 dist.broadcast(raw, src=0)
                 found[name].copy_(raw.view(found[name].dtype).view(found[name].shape))
         if averages:
-            each = [(start, ranks) for *ranks, start in torch.stack(seen, 1).tolist()]
+            each = [
+                (numbers[behind - width + n], numbers[n : behind - width : width])
+                for n in range(width)
+            ]
             parts = [a.gained(*told, rank) for a, told in zip(averages, each, strict=True)]
             flat = torch.cat([part.reshape(-1) for part in parts]).to(device)
             dist.all_reduce(flat)
-            check()
             pieces = flat.split([part.numel() for part in parts])
             for average, (start, ranks), piece in zip(averages, each, pieces, strict=True):
                 average.put(piece.view(2, -1).to(average.mean.device), start + sum(ranks))
@@ -195,8 +210,8 @@ class Buffers:
     def end(self) -> None:
         """The step's function has returned."""
         averages, self._averages = self._averages or [], None
-        for average, now in zip(averages, _counts([a.part for a in averages]), strict=True):
-            if now > average.count:
+        for average in averages:
+            if average.has_moved:
                 average.put_back()
 
 
@@ -206,16 +221,24 @@ def put_into(buffers: Iterable[tuple[str, torch.Tensor]], kept: dict[str, torch.
         buffer.copy_(kept[name])
 
 
-def _counts(parts: list[nn.Module]) -> list[int]:
-    """Of the micro-batches that each has seen. One wait for the device."""
-    found: list[int] = torch.stack([p.num_batches_tracked for p in parts]).tolist() if parts else []
-    return found
+def _counts(parts: list[Any]) -> list[torch.Tensor]:
+    """Of the micro-batches that each has seen, in memory of their own."""
+    return [*torch.stack([p.num_batches_tracked for p in parts]).unbind()] if parts else []
+
+
+def _seen(part: Any) -> tuple[int, int]:
+    """Of how many micro-batches it was: another one's where that is another."""
+    return id(part.num_batches_tracked), part.num_batches_tracked._version
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-    return not (alike and torch.equal(_bytes_of(a), _bytes_of(b)))
+def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | bool:
+    """To be asked for, where they are on a device."""
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return True
+    if not is_waited_for(a.device):
+        return not torch.equal(_bytes_of(a), _bytes_of(b))
+    return (_bytes_of(a) != _bytes_of(b)).any()

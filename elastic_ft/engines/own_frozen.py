@@ -8,7 +8,7 @@ them by one that has the job's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -98,8 +98,13 @@ class Frozen:
             return {}
         return {id(p): self._whole[name] for name, p in self._parameters() if name in self.names}
 
-    def check_unchanged(self, step: int | None = None) -> None:
-        """Raises ConfigError if anything has written to them: it would be lost.
+    def check_unchanged(self) -> None:
+        """Raises ConfigError if anything has written to them: it would be lost."""
+        if self.has_changed():
+            self.refuse()
+
+    def has_changed(self, step: int | None = None) -> torch.Tensor | bool:
+        """Whether anything has written to them: to be asked for, unless it is known.
 
         What torch counts is seen at once. Of what it does not (``.data``, numpy) a few tensors are
         looked at in each step, all of them in steps 1, 2, 4 and so on, and without ``step``.
@@ -110,28 +115,27 @@ class Frozen:
         first, looked = (0, count) if whole else (self._next, min(LOOKED_AT, count))
         self._next = (first + looked) % max(count, 1)
         places = [(first + i) % count for i in range(looked)]
+        if not places or self._versions() != versions:
+            return self._versions() != versions
         found = _sums([self._watched[place] for place in places])
-        if self._versions() != versions or any(
-            sums[place] != value for place, value in zip(places, found, strict=True)
-        ):
-            raise ConfigError(
-                "frozen weights were changed: what needs no gradient and is in no optimizer is "
-                "kept by reference; give them to the optimizer, or leave them as they are"
-            )
+        return (torch.stack(found) != torch.stack([sums[place] for place in places])).any()
 
-    def _marks(self) -> tuple[list[int], list[int]]:
+    def refuse(self) -> NoReturn:
+        raise ConfigError(
+            "frozen weights were changed: what needs no gradient and is in no optimizer is "
+            "kept by reference; give them to the optimizer, or leave them as they are"
+        )
+
+    def _marks(self) -> tuple[list[int], list[torch.Tensor]]:
         return self._versions(), _sums(self._watched)
 
     def _versions(self) -> list[int]:
         return [local_part(parameter)._version for parameter in self._watched]
 
 
-def _sums(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Of all their bits, on their devices: read in one go."""
-    if not parameters:
-        return []
-    sums = [sum_of_bits(local_part(parameter)) for parameter in parameters]
-    return [int(value) for value in torch.stack(sums).tolist()]
+def _sums(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Of all their bits, on their devices."""
+    return [sum_of_bits(local_part(parameter)) for parameter in parameters]
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -29,6 +29,7 @@ LARGE_BYTES = 1024  # a tensor of more is carried by itself
 HEADER_BYTES = 8
 TENSOR, NUMPY, TUPLE, LARGE, PAIRS = 1, 2, 3, 4, 5  # msgpack's numbers for our kinds
 CHECKED_BITS = 20  # of the checksum that ranks compare: its squares add up exactly in float64
+PIECE = 1 << 24  # words of a tensor that are summed at a time
 WHOLE_EVERY_STEPS = 64  # and at powers of 2: large tensors are compared, too
 Named = Mapping[str, Any]
 T = TypeVar("T")
@@ -233,7 +234,9 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """One int64 on its device, of all its bits."""
     raw = tensor.detach().reshape(-1).view(torch.uint8)
     words = raw if raw.numel() % 4 or raw.storage_offset() % 4 else raw.view(torch.int32)
-    return words.sum(dtype=torch.int64)
+    # Piece by piece: torch widens what it sums, and a base's largest tensor leaves no room for it.
+    sums = [piece.sum(dtype=torch.int64) for piece in words.split(PIECE)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def _bytes(raw: bytes) -> torch.Tensor:

@@ -33,7 +33,7 @@ from elastic_ft.engines.own_state import OwnState
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
-from elastic_ft.models.named import NamedSums, checked
+from elastic_ft.models.named import NamedSums, checked, fetched
 
 OTHER_DRAWS = 50_021  # micro-batches: a second pass over a batch draws other numbers
 # In a micro-batch's place: what is drawn there all ranks draw. Less than the last is behind a pass.
@@ -198,7 +198,8 @@ class OwnStep:
             routed.is_ahead = False
         if scaler is None and running.begun == len(running.micro_batches):
             running.made = own_watch.versions(self._listed)
-            running.probe = own_watch.probe(self._listed) if self._is_cut else None
+            is_probed = self._is_cut and running.may_scale
+            running.probe = own_watch.probe(self._listed) if is_probed else None
 
     def _terms(self, running: Running, count: torch.Tensor | int | None) -> torch.Tensor | int:
         """How many a loss counts for. Means of one micro-batch add up to one loss, as those of
@@ -278,37 +279,55 @@ class OwnStep:
             )
         if not running.agreed:
             self._check_named(running)
-        if self._frozen is not None:
-            self._frozen.check_unchanged(running.number)
         assert self._groups is not None and self._groups.rank is not None
         place = self._groups.rank, self._groups.world_size
         self._buffers.share(*place, self.device, self.check_groups)
-        squares = self._square_norm(running)
-        told = float(running.loss), running.terms.total()
-        terms, squares = running.agree(*told, squares, self.own.sums(running.number))
+        squares, total, count, is_touched = self._told(running)
+        terms, squares = running.agree(total, count, squares, self.own.sums(running.number))
         running.ratio = 1.0 if running.divided else running.divisor / max(terms, 1)
         if running.ratio != 1.0:  # what was done to gradients was done to something else
             own_watch.check_untouched(running.made)
-            own_watch.check_probe(self._listed, running.probe)
+            if is_touched:
+                own_watch.refuse_changed()
         running.made = {}
         running.norm = math.sqrt(squares) * running.ratio
         running.agreed, running.scaled = True, False
         running.loss, running.terms, running.told = 0.0, TermCounts(), 0
         running.meant = (0, 0)
 
-    def _square_norm(self, running: Running) -> float:
+    def _told(self, running: Running) -> tuple[float, float, int, bool]:
+        """This rank's squares of gradients, loss, and terms; and whether those are not what the
+        last backward has made. All that is on the device is asked for at once, and named metrics
+        and what losses are compared by with it: whatever waits before leaves it idle as long."""
+        assert self._groups is not None
+        norm = self._norm(running)
+        frozen = self._frozen is not None and self._frozen.has_changed(running.number)
+        touched = own_watch.has_changed(self._listed, running.probe)
+        told = [norm, running.loss, running.terms.queued(), frozen, touched]
+        counts = len(running.cleared), len(running.compared)
+        more = [*running.cleared, *running.compared, *self.named.queued()]
+        share, total, terms, is_frozen, is_touched, *found = fetched([*told, *more])
+        self._groups.check()  # the device is done: with what it was to do, or with an abort
+        if self._frozen is not None and is_frozen:
+            self._frozen.refuse()
+        if any(found[: counts[0]]):
+            own_watch.refuse_cleared()
+        running.cleared, running.compared = [], found[counts[0] : sum(counts)]
+        self.named.take(found[sum(counts) :])
+        if not self._is_cut:  # all have the same: one of them counts it
+            share = share * share if self._groups.rank == 0 else 0.0
+        return share, total, int(terms), bool(is_touched)
+
+    def _norm(self, running: Running) -> torch.Tensor:
+        """Of gradients that every rank has; or this one's share of their squares."""
         assert self._groups is not None and self._laid_out is not None
         found, layout = gradients.reduced(self._laid_out), self._groups.assignment.layout
         if self._is_cut:
             gradients.check_reduced(self._laid_out, self.models[0], layout.dp_replicate)
-            squares = gradients.squares_of_shards(found, layout, None, self.device)
-            self._groups.check()
-            return squares
+            return gradients.squares_of_shards(found, layout, None)
         for number, runner in self._runners.items():
             self._check_reduced(number, runner, running)
-        norm = float(torch.nn.utils.get_total_norm(found))
-        self._groups.check()
-        return norm * norm if self._groups.rank == 0 else 0.0
+        return torch.nn.utils.get_total_norm(found)
 
     def _check_reduced(
         self, number: int, runner: DistributedDataParallel, running: Running

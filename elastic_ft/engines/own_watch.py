@@ -44,7 +44,7 @@ def check_untouched(told: Versions) -> None:
     """Raises UsageError if gradients have changed since the last backward, other than to zero."""
     for parameter, found in versions(told).items():
         if found != told[parameter] and local_part(parameter.grad).count_nonzero():
-            _refuse()
+            refuse_changed()
 
 
 @torch.no_grad()
@@ -57,16 +57,29 @@ def probe(parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
     return torch.cat([piece.view(torch.uint8) for piece in some]) if some else None
 
 
-def check_probe(parameters: Iterable[nn.Parameter], before: torch.Tensor | None) -> None:
-    """Raises UsageError if gradients are not what ``probe`` has seen, nor zero."""
-    found = probe(parameters)
-    if before is None or found is None or torch.equal(found, before):
-        return
-    if found.count_nonzero():
-        _refuse()
+@torch.no_grad()
+def has_changed(
+    parameters: Iterable[nn.Parameter], before: torch.Tensor | None
+) -> torch.Tensor | bool:
+    """Whether gradients are not what ``probe`` has seen, nor zero: to be asked for."""
+    if before is None or (found := probe(parameters)) is None:
+        return False
+    return is_other(found, before) & found.any()
 
 
-def _refuse() -> NoReturn:
+def is_other(found: torch.Tensor, before: torch.Tensor) -> torch.Tensor | bool:
+    """Of two probes: to be asked for, unless it is known."""
+    return True if found.shape != before.shape else (found != before).any()
+
+
+def refuse_cleared() -> NoReturn:
+    raise ConfigError(
+        "ctx.each: gradients of the step's earlier micro-batches were changed: clear them by "
+        "optimizer.zero_grad(), and change them after ctx.clip_grad_norm_"
+    )
+
+
+def refuse_changed() -> NoReturn:
     raise UsageError(
         "optimizer.step: gradients were changed before they are means: use "
         "ctx.clip_grad_norm_ (with math.inf it clips nothing), and change them after it"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from elastic_ft.core.layouts.layout import count_stages, split_layers, stages_of
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.modules import local_part
+from elastic_ft.engines.modules import TermCounts, local_part
 from elastic_ft.engines.tensor_parallel import check_no_dropout
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
@@ -34,6 +34,7 @@ from elastic_ft.models.loss import (
     with_tokens,
 )
 from elastic_ft.models.mixture_stage import MixtureStage
+from elastic_ft.models.named import fetched
 from elastic_ft.models.stages import KEY, PrunedStage, check_stages, parts_of
 
 ModelStage = DecoderStage | PrunedStage
@@ -188,11 +189,13 @@ class Pipeline:
     def has_last(self) -> bool:
         return self._count - 1 in self.stages
 
-    def run(self, micro_batches: Sequence[MicroBatch], factor: float) -> tuple[float, int]:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], factor: float
+    ) -> tuple[Tensor, Tensor | int]:
         """Forward and backward of ``factor`` times the loss.
 
         Returns (loss sum, tokens), of the rank that has the last stage; the others have no tokens,
-        and of the loss what routers of theirs add.
+        and of the loss what routers of theirs add. Nobody has waited for either.
         """
         batches = [self._read(m) for m in micro_batches]
         tokens, targets, more = self._together(batches)
@@ -210,8 +213,8 @@ class Pipeline:
             return_outputs=False,
             **more,
         )
-        total = float(self._total + sum(stage.router_sum for stage in mixtures))
-        return total, int((targets != IGNORED_LABEL).sum()) if self.has_last else 0
+        total = self._total + sum(stage.router_sum for stage in mixtures)
+        return total, (targets != IGNORED_LABEL).sum() if self.has_last else 0
 
     @property
     def _any(self) -> ModelStage:
@@ -268,14 +271,16 @@ class Pipeline:
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Returns (loss sum, tokens) of the rank that has the last stage; (0, 0) of the others."""
-        total, count = 0.0, 0
+        total: Tensor | float = 0.0
+        terms = TermCounts()
         for micro_batch in micro_batches:
             tokens, targets, more = self._together([self._read(micro_batch)])
             output = self._forward(tokens, more)
             if output is not None:
-                total += float(self.stages[self._count - 1].loss_sum(output, targets))
-                count += int((targets != IGNORED_LABEL).sum())
-        return total, count
+                total = total + self.stages[self._count - 1].loss_sum(output, targets).double()
+                terms.add((targets != IGNORED_LABEL).sum())
+        told, count = fetched([total, terms.queued()])
+        return told, int(count)
 
     def _forward(self, tokens_BT: Tensor, more: Mapping[str, Tensor]) -> Tensor | None:
         """One micro-batch through all stages, one after the other; what the last one returns."""
@@ -309,7 +314,7 @@ def run_watched(
     factor: float,
     last_block: nn.Module,
     reach: Reach,
-) -> tuple[float, int]:
+) -> tuple[Tensor, Tensor | int]:
     """``Pipeline.run``, with marks of progress as micro-batches leave ``last_block``."""
     passed = 0
 

@@ -177,11 +177,11 @@ class ReplicaComm:
         first = _flat(rest | bases)
         dist.all_reduce(first, group=self._group)
         found = _by_name(first, rest | bases)
-        finite = bool(torch.isfinite(first).all())  # the same on all replicas
+        finite = torch.isfinite(first).all()  # the same on all replicas; asked of no device
         left = {name: torch.zeros_like(rest[name]) for name in rest if name in self._residuals}
         if not matrices:
             return Summed(found, left)
-        bases = {name: _orthogonal(found[name]) if finite else found[name] for name in bases}
+        bases = {n: torch.where(finite, _orthogonal(found[n]), found[n]) for n in bases}
         own = {name: matrix.T @ bases[name] for name, matrix in matrices.items()}
         second = _flat(own)
         dist.all_reduce(second, group=self._group)

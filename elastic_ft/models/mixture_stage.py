@@ -33,14 +33,12 @@ class MixtureStage(DecoderStage):
         """``more``: ``attention_mask`` [B, T]; ``counted`` [B, T], zero for what is padding to the
         pipeline."""
         valid_BT, mask, sums = more["counted"], more.get("attention_mask"), []
-        counted = bool(valid_BT.any())
         if mask is not None:
             valid_BT = valid_BT * mask.to(valid_BT.dtype)
         for layer in self.layers.values():
-            layer.ffn.counts = counted
             x, router_sum = layer(x, turns, attends=attends, valid_BT=valid_BT)
             sums.append(router_sum)
-        if not self.training or not counted:
+        if not self.training:
             return x
         total = torch.stack(sums).sum()
         self.router_sum = self.router_sum.to(total.device) + total.detach().double()

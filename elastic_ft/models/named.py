@@ -7,6 +7,7 @@ same names: the sums of a step travel in one collective, without them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +36,7 @@ class Tally(Protocol):
 
     def begin(self) -> None: ...
 
-    def sums(self) -> list[float]: ...
+    def queued(self) -> list[Tensor | float]: ...
 
     def agreed(self, sums: Sequence[float]) -> None:
         """Over all ranks."""
@@ -77,10 +78,16 @@ class NamedSums:
         """Another rank counts them."""
         self.begin()
 
+    def queued(self) -> list[Tensor | float]:
+        """Sum and count of each name, and the tally: what is to be ``fetched``."""
+        return [*self._sums, *(() if self.tally is None else self.tally.queued())]
+
     def sums(self) -> list[float]:
-        """Sum and count of each name, and the tally."""
-        tallied = [] if self.tally is None else self.tally.sums()
-        return [*_fetched(self._sums), *tallied]
+        return fetched(self.queued())
+
+    def take(self, numbers: Sequence[float]) -> None:
+        """What was fetched of ``queued``, where there is no tally: nobody asks for it again."""
+        self._sums = [*numbers]
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
         """``sums``: as of ``sums``, added up over ranks. A mean over nothing is left out."""
@@ -91,17 +98,27 @@ class NamedSums:
         return {name: total / count for name, total, count in pairs if count}
 
 
-def _fetched(values: Sequence[Tensor | float]) -> list[float]:
-    """With one wait for each device that has any."""
-    found = [0.0 if isinstance(value, Tensor) else value for value in values]
-    by_device: dict[torch.device, dict[int, Tensor]] = {}
-    for at, value in enumerate(values):
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, {})[at] = value.reshape(())
-    for there in by_device.values():
-        for at, number in zip(there, torch.stack([*there.values()]).tolist(), strict=True):
-            found[at] = number
+def fetched(values: Sequence[Tensor | float]) -> list[float]:
+    """All numbers of them, in order, with one wait for each device that has any."""
+    there: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        if isinstance(value, Tensor) and is_waited_for(value.device):
+            there.setdefault(value.device, []).append(value.reshape(-1).double())
+    told = {device: iter(torch.cat(some).tolist()) for device, some in there.items()}
+    found: list[float] = []
+    for value in values:
+        if not isinstance(value, Tensor):
+            found.append(float(value))
+        elif value.device in told:
+            found += islice(told[value.device], value.numel())
+        else:
+            found += map(float, value.reshape(-1).tolist())
     return found
+
+
+def is_waited_for(device: torch.device) -> bool:
+    """Whether it works on while Python goes on. What does not is asked without a detour."""
+    return device.type != "cpu"
 
 
 def _is_number(value: Any) -> bool:

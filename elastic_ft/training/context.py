@@ -223,7 +223,7 @@ class Context(BeforeSteps):
             if whole:
                 body(place, batch)
                 return
-            self._turn = MicroTurns(batch, own.engine.gradients_seen)
+            self._turn = MicroTurns(batch, own.engine)
             self._turn.run(functools.partial(body, place))
 
         return make

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from elastic_ft.engines.own import OwnEngine
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.batch import Batch
 from elastic_ft.training.held_out import HeldOut
@@ -30,12 +31,12 @@ class MicroTurns:
     """One attempt at a step, micro-batch by micro-batch.
 
     Args:
-        seen: equal to what it was, as long as nothing has changed gradients.
+        engine: the batch's.
     """
 
-    def __init__(self, batch: Batch, seen: Callable[[], Any]) -> None:
+    def __init__(self, batch: Batch, engine: OwnEngine) -> None:
         self._micros, self._left = iter(batch), len(batch)
-        self._seen, self._made = seen, None
+        self._engine, self._made = engine, None
         self._is_first, self._is_told = True, True
         self._is_telling, self._thread = False, threading.get_ident()
         self.was_left = False  # the body, by NextMicroBatch
@@ -78,11 +79,8 @@ class MicroTurns:
                 "up; set a number of accumulations of the script's own to 1; take @ctx.step where "
                 "each optimizer has a loss"
             )
-        if not self._is_first and self._seen() != self._made:
-            raise ConfigError(
-                "ctx.each: gradients of the step's earlier micro-batches were changed: clear them "
-                "by optimizer.zero_grad(), and change them after ctx.clip_grad_norm_"
-            )
+        if not self._is_first:
+            self._engine.check_gradients(self._made)
 
     def after_backward(self) -> None:
         """Raises NextMicroBatch, but for the last one."""
@@ -90,7 +88,7 @@ class MicroTurns:
         self._is_telling = False
         self._left -= 1
         if self._left:
-            self._made = self._seen()
+            self._made = self._engine.gradients_seen()
             raise NextMicroBatch
         next(self._micros, None)  # padding leaves no trace in buffers that the body looks at next
 

@@ -57,7 +57,7 @@ class DealtBatches:
             return {key: self.gather(item) for key, item in data.items()}
         own = data.detach()
         own = own.reshape(1) if own.dim() == 0 else own[: self._size]  # repeated losses: as many
-        shapes = self._gathered(torch.tensor(own.shape, dtype=torch.int64, device=own.device))
+        shapes = self._gathered(torch.tensor(own.shape, dtype=torch.int64))  # read on the host
         longest = max(int(shape.prod()) for shape in shapes)
         flat = F.pad(own.reshape(-1), (0, longest - own.numel()))
         parts = zip(shapes, self._gathered(flat), strict=True)
@@ -72,8 +72,7 @@ class DealtBatches:
             return {key: self.pad(item, dim, value) for key, item in data.items()}
         if dim >= data.dim():
             return data
-        size = torch.tensor([data.shape[dim]], device=data.device)
-        longest = max(int(other) for other in self._gathered(size))
+        longest = max(int(other) for other in self._gathered(torch.tensor([data.shape[dim]])))
         sizes = [0, 0] * (data.dim() - dim - 1) + [0, longest - data.shape[dim]]
         return F.pad(data, sizes, value=value)
 

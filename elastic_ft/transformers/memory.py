@@ -61,7 +61,7 @@ class TrainerMemory:
         ):
             for name, value in values.items():
                 setattr(holder, name, value)
-        trainer._tr_loss = kept["unlogged"].clone().to(trainer.args.device)
+        trainer._tr_loss = kept["unlogged"].cpu().clone()
         for callback, values in zip(self._callbacks(), kept["callbacks"], strict=True):
             for name, value in values.items():
                 setattr(callback, name, value)

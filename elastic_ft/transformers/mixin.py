@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 
 from elastic_ft.config.section import COUNT_MAX
 from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.models.named import fetched
 from elastic_ft.training import context as training
 from elastic_ft.training.batch import Batch
 from elastic_ft.training.context import Context, current
@@ -27,7 +28,10 @@ from elastic_ft.transformers.accelerator import ElasticAccelerator, make_elastic
 from elastic_ft.transformers.evaluation import DealtBatches, Watched
 from elastic_ft.transformers.kept import Kept, Values, by_micro_batch, from_all, packed
 from elastic_ft.transformers.memory import Generators, History, TrainerMemory
-from elastic_ft.transformers.samples import Samples, collated_alike, draws_kept, epoch_order
+from elastic_ft.transformers.samples import Samples, collated_alike, draws_kept, epoch_order, sent
+from elastic_ft.worker.prepare import PageLocked
+
+HOST = torch.device("cpu")
 
 
 class ElasticMixin:
@@ -53,6 +57,7 @@ class ElasticMixin:
         self._found: str | bool | None = None  # a checkpoint, by the script
         self._whole: dict[str, torch.Tensor] | None = None  # weights that are being exported
         self._dealt, self._kept = total, Kept(self)
+        self._lock = PageLocked(self.context.device)
         super().__init__(*args, **kwargs)
         known.check_model(self.model)  # TRL's trainers load it by its name
 
@@ -96,7 +101,7 @@ class ElasticMixin:
             raise ConfigError(f"steps: the job has {steps}, TrainingArguments {max_steps}")
         loader = self.get_train_dataloader()
         self._joined = super()._prepare_for_training(max_steps, loader, None)  # type: ignore[misc]
-        self._tr_loss = torch.tensor(0.0, device=self.args.device)
+        self._tr_loss = torch.tensor(0.0)  # on the host: each step carries it
         self._total_loss_scalar, self._globalstep_last_logged = 0.0, 0
         draws_on = self.context.job.elastic.max_workers == 1
         given = self.context.loader(
@@ -209,6 +214,7 @@ class ElasticMixin:
         numbers = [given.number for given in batch.dealt.running.micro_batches]
         for index, _ in enumerate(batch):
             inputs, own = micros[index]
+            inputs = sent(inputs, args.device, self._lock)
             is_last = index == len(micros) - 1
             accelerator.gradient_state._set_sync_gradients(is_last)
             accelerator.count = own if batch.weight else 0
@@ -237,7 +243,7 @@ class ElasticMixin:
         micros = [collated_alike(m, self._collate, self._seed, batch.number) for m in given]
         weights = [m.weight for m in given]
         real = [inputs for inputs, weight in zip(micros, weights, strict=True) if weight]
-        own = self._get_num_items_in_batch(real, args.device)
+        own = self._get_num_items_in_batch(real, HOST)
         flos = sum(float(self.floating_point_ops(inputs)) for inputs in real)
         before = self.state.num_input_tokens_seen
         for inputs in real:
@@ -245,21 +251,22 @@ class ElasticMixin:
         tokens, self.state.num_input_tokens_seen = self.state.num_input_tokens_seen - before, before
         items = 0.0 if own is None else float(own)
         items, flos, tokens = self.context.sum(items, flos, tokens)
-        total = None if own is None else torch.as_tensor(items, device=args.device).to(own.dtype)
+        made = {} if own is None else {"dtype": own.dtype, "device": args.device}
+        total = torch.full((), items, **made) if made else None  # a copy would wait for the device
         counts = [1 if own is None else int(self._items(inputs)) for inputs in micros]
         self.accelerator.of = size if own is None else max(1, int(items))
         counted = {"flos": flos, "input_tokens": int(tokens)}
         return list(zip(micros, counts, strict=True)), total, counted
 
     def _items(self, inputs: Any) -> Any:
-        return self._get_num_items_in_batch([inputs], self.args.device)
+        return self._get_num_items_in_batch([inputs], HOST)
 
     def _shared(self, losses: dict[int, torch.Tensor], kept: dict[int, Values]) -> dict[str, Any]:
         """All ranks' losses, and what TRL's trainers keep of micro-batches, in order."""
         count = self._dealt // self.args.per_device_train_batch_size
         table = [0.0] * count
-        for number, value in losses.items():
-            table[number] = float(value)
+        for number, value in zip(losses, fetched([*losses.values()]), strict=True):
+            table[number] = value
         sizes = [0.0] * self.context.world_size  # of what ranks keep
         if any(kept.values()):
             sizes[self.context.rank] = len(packed(kept))
@@ -270,12 +277,11 @@ class ElasticMixin:
     def _settle(self, done: dict[str, Any], size: int) -> None:
         """The step is made: the trainer's counts go on, alike on all ranks."""
         for value in done["losses"]:
-            loss = torch.tensor(value, device=self.args.device)
             if self.args.logging_nan_inf_filter and not math.isfinite(value):
                 unlogged = 1 + self.state.global_step - self._globalstep_last_logged
                 self._tr_loss += self._tr_loss / unlogged
             else:
-                self._tr_loss += loss
+                self._tr_loss += value
         self.current_flos += done["flos"]
         self.state.num_input_tokens_seen += done["input_tokens"]
         self._kept.add(done["kept"])

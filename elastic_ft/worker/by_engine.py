@@ -29,12 +29,11 @@ class ByEngine:
         engine, points, number = self._engine, loop.tools.points, attempt.number
         if along := attempt.along:
             along.ask(lambda loss, tokens: attempt.say(loss, tokens, engine.named.sums()))
-        loss, tokens = engine.run_batch(number, attempt.micro_batches, points)
-        squares = engine.square_norm()
+        found = engine.run_batch(number, attempt.micro_batches, points)
         if along and along.is_told:
-            agreed = attempt.agree_along(along, squares)
+            agreed = attempt.agree_along(along, found.squares)
         else:
-            agreed = attempt.agree(loss, tokens, squares, engine.named.sums())
+            agreed = attempt.agree(found.loss, found.tokens, found.squares, found.named)
         metrics = engine.named.means(agreed.more)
         update = engine.apply(number, agreed.tokens, agreed.squares, points)
         return replace(update, metrics=metrics)

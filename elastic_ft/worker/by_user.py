@@ -13,10 +13,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
+
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.own_attempt import Running
 from elastic_ft.errors import ConfigError, ElasticError, ScriptDiffers, UsageError
-from elastic_ft.models.named import NamedSums, checked
+from elastic_ft.models.named import NamedSums, checked, fetched
 from elastic_ft.worker import same_losses
 from elastic_ft.worker.agreement import sum_over_members
 from elastic_ft.worker.loop import Loop, Made, Making
@@ -124,7 +126,7 @@ class ByUser:
         running = self._begin(loop, attempt)
         groups = loop.groups
         dealt = Dealt(running, groups.world_size, groups.rank or 0, groups.generation)
-        yield from self._given(loop, dealt)
+        has_run = yield from self._given(loop, dealt)
         own = self._own
         if own.ending:
             if own.ends_early(loop.step - 1) and self._others_have:
@@ -151,7 +153,8 @@ class ByUser:
         if loop.tools.data.stream is None and loop.tools.prefetcher.renew():
             attempt.micro_batches = running.micro_batches = loop.load(attempt.number)
         own.at.begin_step(attempt.number)  # not before: who breaks off above is where it was
-        self._engine.own.look_ahead(loop.step)
+        if has_run or source is not None:  # else nobody has changed what was captured
+            self._engine.own.look_ahead(loop.step)
         if body is not None:
             own.result = self._result_of(body)
         else:
@@ -286,14 +289,14 @@ class ByUser:
             self._engine.forget_initial()
         return None
 
-    def _given(self, loop: Loop, item: Dealt | Step | Ended) -> Iterator[Handed]:
+    def _given(self, loop: Loop, item: Dealt | Step | Ended) -> Generator[Handed, None, bool]:
         """To the user's thread, until it wants more than an errand; or not, where it has nothing to
-        do between two steps."""
+        do between two steps. Returns whether that has run."""
         goes_on = self._own.goes_on
         if goes_on is not None and not isinstance(item, Ended):
             is_last = loop.pausing or loop.stopping or self.is_over
             if not is_last and goes_on(item):
-                return
+                return False
         outside = loop.tools.points.outside
         with outside():
             yield item
@@ -308,6 +311,7 @@ class ByUser:
             with outside():
                 yield done
             self._moved = True
+        return True
 
     def _capture(self, loop: Loop) -> None:
         """What the user's code has done belongs to the step made last, which is told of."""
@@ -382,11 +386,18 @@ def check_named_alike(names: Sequence[str] | None, world: int) -> None:
 
 def summed(run: Any, micro_batches: Iterator[MicroBatch]) -> tuple[float, float, NamedSums]:
     """Of ``run(micro_batch)``, which returns (sum, count), and named metrics if it likes."""
-    total, terms, sums = 0.0, 0.0, NamedSums()
+    total: Any = 0.0
+    terms: Any = 0.0
+    sums = NamedSums()
     for micro_batch in micro_batches:
         found, count, *named = run(micro_batch)
         sums.add(checked(named[0]) if named else {}, micro_batch.weight)
         if micro_batch.weight:
-            total += float(found)
-            terms += float(count)
-    return total, terms, sums
+            total, terms = total + _number(found), terms + _number(count)
+    told, counted = fetched([total, terms])
+    return told, counted, sums
+
+
+def _number(value: Any) -> torch.Tensor | float:
+    """In double precision; of a tensor, where it is."""
+    return value.detach().double().reshape(()) if isinstance(value, torch.Tensor) else float(value)

@@ -56,4 +56,4 @@ def _micro_batches(loop: Loop, held_out: Any, count: int) -> Iterator[MicroBatch
     for weight, first in [*((1.0, s) for s in mine), *((0.0, 0) for _ in range(padding))]:
         loop.progress()  # and who computes alone hears of a loss
         samples = [held_out[i] for i in range(first, min(first + size, count))]
-        yield MicroBatch(first, held_out.collate(samples), weight)
+        yield MicroBatch(first, loop.tools.prefetcher.finished(held_out.collate(samples)), weight)

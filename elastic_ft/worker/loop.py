@@ -79,7 +79,7 @@ class Making:
         Once: what comes later, of the same step, are other gradients' sums and no more.
 
         Args:
-            loss, tokens, squares: this rank's sums, see ``Engine.run_batch`` and ``square_norm``.
+            loss, tokens, squares: this rank's sums, see ``engines.base.BatchSums``.
             more: any other sums.
         """
         world = self._loop.groups.world_size

@@ -191,12 +191,12 @@ def train(
         padding = [MicroBatch(first.number, first.data, 0.0)] * (wanted - len(micro_batches))
         if along := engine.along if step % 2 == 0 else None:  # as no snapshot is under way
             along.ask(lambda loss, tokens: [loss, float(tokens), *engine.named.sums()])
-        loss, tokens = engine.run_batch(step, micro_batches + padding, reach)
-        squares = engine.square_norm()
+        sums = engine.run_batch(step, micro_batches + padding, reach)
+        squares = sums.squares
         if along:
             total, count, *named = along.told()
         else:
-            values = [squares, loss, float(tokens), *engine.named.sums()]
+            values = [squares, sums.loss, float(sums.tokens), *sums.named]
             packed = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(packed)
             squares, total, count, *named = packed.tolist()

@@ -60,8 +60,8 @@ def attached(
 def run_step(engine: NativeEngine, step: int, batches: list[Any]) -> tuple[float, int, Update]:
     """One step of micro-batches. Returns the loss's sum, its terms, and what was applied."""
     numbered = [MicroBatch(number, batch) for number, batch in enumerate(batches)]
-    loss, terms = engine.run_batch(step, numbered, reach)
-    return loss, terms, engine.apply(step, terms, engine.square_norm(), reach)
+    sums = engine.run_batch(step, numbered, reach)
+    return sums.loss, sums.tokens, engine.apply(step, sums.tokens, sums.squares, reach)
 
 
 def reach(point: str, step: int | None = None) -> None:

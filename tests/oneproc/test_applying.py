@@ -96,7 +96,7 @@ def nobody(*_: Any) -> None: ...
 def test_applying_a_step_has_no_collective(strategy: str, sizes: dict[str, int]) -> None:
     engine = make_engine(strategy, **sizes)
     before = state_of(engine)
-    engine.square_norm()
+    engine._sums(0.0, 0)
     with Collectives() as collectives:
         update = engine.apply(1, 32, 4.0, nobody)
     assert collectives.found == []
@@ -113,14 +113,14 @@ def test_what_an_abort_left_of_the_gradients_is_not_used(
     before = state_of(engine)
     engine._groups._aborted = "a peer died"  # what comes before ncclCommAbort
     with pytest.raises(GroupBroken, match="a peer died"):
-        engine.square_norm()
+        engine._sums(0.0, 0)
     assert engine.intact
     assert all(torch.equal(before[name], t.local) for name, t in engine.state().items())
 
 
 def test_an_abort_within_an_optimizers_own_collectives_is_not_taken_for_a_step() -> None:
     engine = make_engine("fsdp", optimizer="tests.oneproc.own_optimizers:Trusting")
-    engine.square_norm()
+    engine._sums(0.0, 0)
     with Collectives() as collectives:
         engine.apply(1, 32, 4.0, nobody)
     assert collectives.found and engine.intact
@@ -140,16 +140,16 @@ def test_an_abort_within_an_optimizers_own_collectives_is_not_taken_for_a_step()
 
 def test_gradients_that_hsdp_still_keeps_are_told_of() -> None:
     engine = make_engine("hsdp", shard_size=2)
-    engine.square_norm()
+    engine._sums(0.0, 0)
     (part,) = engine._model.parts
     assert isinstance(part, FSDPModule)
     first = next(iter(engine._model.parameters.values()))
     first.grad = None
-    engine.square_norm()  # in no micro-batch is no error
+    engine._sums(0.0, 0)  # in no micro-batch is no error
     (group,) = torch_private._fsdp_groups(part)
     group._partial_reduce_output = torch.ones(2)
     with pytest.raises(ConfigError, match=r"^parallel.unused_parameters: a step's last micro-"):
-        engine.square_norm()
+        engine._sums(0.0, 0)
 
 
 # ------------------------------------------------------------------------- a world of one
@@ -184,8 +184,8 @@ def test_a_world_of_one_computes_as_larger_ones_do(
     assert isinstance(engine._model.parts[0], FSDPModule) == is_sharded
     before = state_of(engine)
     batch = {"tokens": torch.arange(18).view(2, 9)}
-    loss, tokens = engine.run_batch(1, [MicroBatch(0, batch)], nobody)
-    update = engine.apply(1, tokens, engine.square_norm(), nobody)
-    assert tokens == 16 and 0 < loss / tokens < 10 and 0 < update.grad_norm < 100
+    sums = engine.run_batch(1, [MicroBatch(0, batch)], nobody)
+    update = engine.apply(1, sums.tokens, sums.squares, nobody)
+    assert sums.tokens == 16 and 0 < sums.loss / sums.tokens < 10 and 0 < update.grad_norm < 100
     assert any(not torch.equal(before[n], t.local) for n, t in engine.state().items())
     assert engine.detach()

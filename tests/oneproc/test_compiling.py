@@ -45,10 +45,10 @@ def losses(
         found, compiled = [], []
         for step in range(1, 4):
             batches = [MicroBatch(number, batch(seed)) for number, seed in enumerate((step, 9))]
-            loss, terms = engine.run_batch(step, batches, reach)
-            engine.named.means(engine.named.sums())  # what experts were sent, among them
-            found.append(loss)
-            compiled.append(engine.apply(step, terms, engine.square_norm(), reach).compiled)
+            sums = engine.run_batch(step, batches, reach)
+            engine.named.means(sums.named)  # what experts were sent, among them
+            found.append(sums.loss)
+            compiled.append(engine.apply(step, sums.tokens, sums.squares, reach).compiled)
     return found, compiled
 
 

@@ -38,6 +38,7 @@ from elastic_ft.models.expert_exchange import ExpertShare
 from elastic_ft.models.experts import MIXTURES, MixtureConfig, MixtureDecoder, MixtureOfExperts
 from elastic_ft.models.loss import loss_sum, shifted
 from elastic_ft.models.mixture_stage import MixtureStage
+from elastic_ft.models.named import fetched
 from elastic_ft.torch_private import pretended_world
 
 TINY = MixtureConfig(
@@ -120,7 +121,7 @@ def test_padding_goes_to_no_expert() -> None:
         batch = {"tokens": F.pad(tokens, (0, length - 9)), "attention_mask": mask}
         balancing.begin()
         loss, _ = loss_sum(model, batch)
-        found.append((float(loss), balancing.sums()))
+        found.append((float(loss), fetched(balancing.queued())))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert found[0][1] == found[1][1]
 
@@ -142,14 +143,14 @@ def test_what_a_pipeline_pads_goes_to_no_expert(masked: bool) -> None:
     for batch in batches:
         tokens, _, more = shifted(**batch.data)
         routed += float(model(tokens, **more).router_sum.detach())
-    expected = whole.sums()
+    expected = fetched(whole.queued())
     staged.begin()
     x, _, more = joined([tokens_and_targets(b, torch.device("cpu"), stages[0]) for b in batches])
     for stage in stages:
         stage.length = more["counted"].shape[1]
         x = stage(x, **more)
     assert float(sum(stage.router_sum for stage in stages)) == pytest.approx(routed, rel=1e-6)
-    assert staged.sums() == expected
+    assert fetched(staged.queued()) == expected
 
 
 def test_tokens_are_counted_once() -> None:
@@ -160,14 +161,14 @@ def test_tokens_are_counted_once() -> None:
     checkpoint(mixture, x_BTD, use_reentrant=False)[0].sum().backward()
     balancing.counts(0.0)
     mixture(x_BTD)
-    assert sum(balancing.sums()) == 2 * 5 * TINY.experts_per_token
+    assert sum(fetched(balancing.queued())) == 2 * 5 * TINY.experts_per_token
 
 
 def test_a_bias_follows_the_load_of_the_global_batch() -> None:
     model = filled()
     balancing = Balancing([model])
     balancing.begin()
-    assert balancing.sums() == [0.0] * 10, "a rank without a micro-batch"
+    assert fetched(balancing.queued()) == [0.0] * 10, "a rank without a micro-batch"
     balancing.agreed([4, 1, 3, 2, 0, 2, 2, 2, 2, 2])
     balancing.apply()
     first, second = (layer.ffn.bias for layer in model.layers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -52,35 +51,6 @@ def test_the_first_gradients_are_announced_once_a_step() -> None:
             block(torch.ones(2, requires_grad=True)).sum().backward()
     assert reached == ["reduce"] * 2
     assert not block._forward_pre_hooks
-
-
-class Counted(nn.Module):
-    """Counts its terms on the device, and says so where anyone asks for a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.line(x).square().sum(), (x[:, 0] > 0).sum()
-
-
-def test_terms_are_asked_of_the_device_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    to_int = Tensor.__int__
-
-    def asking(tensor: Tensor) -> int:
-        asked.append("for a number")
-        return to_int(tensor)
-
-    batches = [torch.tensor([[1.0, 2.0], [-3.0, 5.0]])] * 4
-    with attached(job_of(), Counted) as engine:
-        monkeypatch.setattr(Tensor, "__int__", asking)
-        numbered = [MicroBatch(n, x, 1.0) for n, x in enumerate(batches)]
-        _, terms = engine.run_batch(1, numbered, reach)
-        monkeypatch.undo()
-        assert terms == 4
-    assert asked == ["for a number"]
 
 
 class HalfFrozen(Normed):

@@ -89,7 +89,7 @@ def trained(ctx: Context, tell: Tell) -> tuple[Any, float, float]:
     with own.generation():
         running = own.running(1, [torch.arange(6), torch.arange(6) + 3])
         batch = Batch(own.engine, Dealt(running, 1, 0, 1))
-        ctx._inside, ctx._turn = True, MicroTurns(batch, own.engine.gradients_seen)
+        ctx._inside, ctx._turn = True, MicroTurns(batch, own.engine)
 
         def body(tokens: torch.Tensor) -> None:
             tell(ctx, F.cross_entropy(own.model(tokens), tokens.flip(0)), scaler)

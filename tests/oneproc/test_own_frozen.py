@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 from elastic_ft.config import parse_job
+from elastic_ft.engines import own_state
 from elastic_ft.engines.own import OwnEngine
 from elastic_ft.engines.own_frozen import Frozen, digest_of
 from elastic_ft.errors import ConfigError
@@ -142,3 +144,17 @@ def test_a_state_of_another_base_is_refused() -> None:
     frozen.load_state_dict(half.engine._frozen.state_dict())
     with half.generation(), pytest.raises(ConfigError, match="load the same base"):
         frozen.settle(0, 1)
+
+
+def test_the_bits_of_a_large_weight_are_summed_with_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch widens all that it sums: a base's largest tensor was there three times."""
+    monkeypatch.setattr(own_state, "PIECE", 1 << 10)
+    weight = torch.randn(1 << 16)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        found = own_state.sum_of_bits(weight)
+    assert int(found) == int(weight.view(torch.int32).sum(dtype=torch.int64))
+    allocated = [event.cpu_memory_usage for event in seen.events()]
+    assert max(allocated) < weight.numel() * 8 // 2
+    assert int(own_state.sum_of_bits(weight[:0])) == 0

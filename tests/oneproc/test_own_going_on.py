@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_ft.training.context import Context
+from elastic_ft.worker.by_user import ByUser
 from elastic_ft.worker.steering import Dealt, Ended
 from elastic_ft.worker.step import Step
 from tests.oneproc.test_own_context import context
@@ -104,3 +107,19 @@ def test_who_was_away_as_an_epoch_ended_goes_on_in_that_of_the_others() -> None:
 
     assert seen[:6] == [*((0, n - 1, n) for n in range(1, 6)), (1, 2, 15)]
     assert seen[6:] == [(1, n - 13, n) for n in range(16, 25)]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_is_registered_is_read_again_where_the_script_has_run(goes_on: bool) -> None:
+    """It was in each step, for which small tensors on a GPU were waited for once more."""
+    steering: Any = SimpleNamespace(goes_on=lambda item: goes_on, ending=False, engine=None)
+    steering.take_errand = lambda: None
+    points = SimpleNamespace(outside=nullcontext)
+    loop: Any = SimpleNamespace(pausing=False, stopping=False, tools=SimpleNamespace(points=points))
+    step, given = Step(1, 0.0, 0.1, 0.0, 0, 0.0, 1, 1, 0), list[Any]()
+
+    def maker() -> Any:
+        given.append((yield from ByUser(steering)._given(loop, step)))
+
+    assert list(maker()) == ([] if goes_on else [step])
+    assert given == [not goes_on]
