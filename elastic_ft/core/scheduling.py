@@ -40,7 +40,7 @@ from elastic_ft.core.table import Table
 from elastic_ft.core.words import plural
 
 BUNDLES_MAX = 4096  # workers for which the autoscaler is asked; who waits behind has its turn
-ROUNDS_MAX = 8  # what is left to do after them waits for the next event
+ROUNDS_MAX = 64  # what is left to do after them waits for the next event
 OfAStart = (
     asks.JobBegan
     | asks.StartFailed
@@ -66,7 +66,8 @@ def decide(
 
 def _deal_out(desk: Desk) -> Admission:
     """Until nothing is left to do: who started may have changed whose turn it is. Who gave way
-    before its start was told is looked at once more then, and no third time."""
+    before its start was told is looked at once more then, and no third time: each kind of them
+    takes two rounds a look."""
     looked_again = False
     for _ in range(ROUNDS_MAX):
         jobs, told = dict(desk.jobs.items()), len(desk.commands)

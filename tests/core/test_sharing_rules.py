@@ -104,6 +104,26 @@ def test_room_by_suspending_only_if_it_then_runs() -> None:
     assert any(isinstance(c, asks.StartJob) and c.job == "rigid" for c in shared.end("urgent"))
 
 
+def test_who_would_give_way_at_once_does_not_start_and_is_told_why_it_waits() -> None:
+    """While it waits nobody else has room for its slot, and once it has that another one would."""
+    own, weights = {"vision": None, "speech": 5, "text": 3}, {"text": 3.0}
+    queues = {name: QueueTerms(quota, None, weights.get(name, 1.0)) for name, quota in own.items()}
+    shared = Shared(10, SharingTerms(queues, surplus=asks.BY_MINIMUM))
+    shared.submit("first", 1, 4, queue="text")
+    shared.submit("wide", 3, 4, queue="text")
+    shared.submit("text", 4, 10, queue="text", priority=5)
+    shared.submit("vision", 1, 8, queue="vision")
+    shared.submit("two", 2, 3, queue="vision", priority=5)
+    shared.submit("one", 1, 5, queue="vision")
+    shared.submit("another", 1, 2, queue="vision")
+    shared.submit("speech", 3, 7, queue="speech", priority=5)
+    assert shared.submit("pairs", 1, 5, queue="speech", multiple_of=2) == []
+    why = "waits for 1 workers: it would have to give way at once, to a job that comes before it"
+    assert [shared.why(job) for job in ("one", "another")] == [why, why]
+    before = shared.state
+    assert shared.wait(0.0) == [] and shared.state == before
+
+
 def test_equals_never_suspend_one_another() -> None:
     shared = Shared(2)
     shared.submit("one", 2, 2)

@@ -165,6 +165,7 @@ def test_seeds() -> None:
 def test_who_gave_way_before_its_start_is_told_why_it_waits() -> None:
     """It went on saying what it had waited for before."""
     live_through(3817)
+    live_through(10244)
 
 
 def test_a_state_is_data_and_events_replay() -> None:

@@ -27,6 +27,7 @@ from elastic_ft.core.sharing.asks import JobId, SharingTerms
 from elastic_ft.core.sharing.ledger import Alike, SharedJob, alike
 
 RETRIES_MAX = 4
+GIVES_WAY = "it would have to give way at once, to a job that comes before it"
 BEHIND_KEPT = 8  # jobs that wait for room, and that a later one gives way to
 
 
@@ -336,6 +337,10 @@ class Walk:
                     found.blocked[kind] = left
         for job in self.waiting.later:
             self._count_later(job)
+            if not job.why:
+                found.lacks.setdefault(
+                    alike(job.wish), f"waits for {job.least} workers: {GIVES_WAY}"
+                )
         found.blocked = self._within_ceilings(found.blocked)
         return found
 

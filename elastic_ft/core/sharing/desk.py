@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.admission import Waiting
-from elastic_ft.core.sharing.ledger import SharedJob, Sharing, added, removed
+from elastic_ft.core.sharing.ledger import Alike, SharedJob, Sharing, added, alike, removed
 from elastic_ft.core.sharing.rooms import Rooms
 from elastic_ft.core.sharing.waiting_line import JobsNow
 
@@ -15,7 +15,8 @@ from elastic_ft.core.sharing.waiting_line import JobsNow
 class Desk:
     """Attributes:
     unstarted: jobs whose start this event has decided on, as they were before that.
-    barred: of those, who gave way again: not in this event.
+    barred: kinds of those that gave way again: none of a kind starts in this event. Who was next
+        after the one that did would have to, too.
     """
 
     def __init__(self, state: Sharing, terms: asks.SharingTerms, at_s: float) -> None:
@@ -24,7 +25,7 @@ class Desk:
         self.commands: list[asks.SharingCommand] = []
         self.wakes: list[tuple[float, str]] = []
         self.unstarted: dict[asks.JobId, SharedJob] = {}
-        self.barred: set[asks.JobId] = set()
+        self.barred: set[Alike] = set()
 
     def do(self, command: asks.SharingCommand) -> None:
         """What one event makes of a job's size is one command; its suspension makes it none."""
@@ -66,9 +67,12 @@ class Desk:
         apart, later = list[SharedJob](), list[SharedJob]()
         for job in self.jobs.values():
             if job.phase in ("queued", "suspended"):
-                barred = job.job in self.barred or self._pauses(job)
+                barred = alike(job.wish) in self.barred or self._pauses(job)
                 (later if job.releasing or barred else apart).append(job)
-        return Waiting(apart, self.jobs.line(), self.jobs.__getitem__, self.at_s, later)
+        line = self.jobs.line()
+        for kind in sorted(self.barred):
+            later += map(self.jobs.__getitem__, line.pop(kind, ()))
+        return Waiting(apart, line, self.jobs.__getitem__, self.at_s, later)
 
     def is_cool(self, job: SharedJob) -> bool:
         """Also where the clock was set back: it does not wait until it is that late again."""
@@ -111,8 +115,8 @@ class Desk:
         """``first``: it will come first among its equals."""
         if (start := self._unsent(job.job)) is not None:
             self.commands.remove(start)
-            self.jobs[job.job] = self.unstarted[job.job]
-            self.barred.add(job.job)
+            self.jobs[job.job] = replace(self.unstarted[job.job], why="")
+            self.barred.add(alike(job.wish))
             return
         told = (c for c in self.commands if isinstance(c, asks.ResizeJob) and c.job == job.job)
         held = removed(job.held, added((), *(c.more for c in told)))  # it will not hear of those
