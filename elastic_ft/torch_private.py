@@ -272,9 +272,10 @@ def groups_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
 
     Before that there is nothing to undo: torch knows of a group once it is connected.
     """
-    real, split = c10d.ProcessGroupGloo, dist.ProcessGroup.split_group
-    backend = torch._C._distributed_c10d.Backend
-    eager = backend.eager_connect_single_device
+    real, backend = c10d.ProcessGroupGloo, torch._C._distributed_c10d.Backend
+    split, eager = dist.ProcessGroup.split_group, backend.eager_connect_single_device
+    # As it lies in its class: what the attribute gives would be bound to no instance any more.
+    split_there = dist.ProcessGroup.__dict__["split_group"]
 
     def split_group(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return make(lambda: split(self, *args, **kwargs))
@@ -299,7 +300,7 @@ def groups_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
         yield
     finally:
         c10d.ProcessGroupGloo = real  # type: ignore[misc]
-        dist.ProcessGroup.split_group = split  # type: ignore[method-assign]
+        dist.ProcessGroup.split_group = split_there  # type: ignore[method-assign]
         backend.eager_connect_single_device = eager  # type: ignore[method-assign]
 
 

@@ -116,7 +116,7 @@ class Groups(Rendezvous):
         self.uses_nccl, self._backend = False, backend
         self._operation_timeout_s = meet_timeout_s
         self._guarded: set[Closable] = set()
-        self._is_making = False  # a thread that was left behind, one of these groups
+        self._left_making: futures.Future[Any] | None = None  # one of these groups
         self._aborting: list[tuple[Any, threading.Thread]] = []  # NCCL's communicators
         self.bytes_received = 0
 
@@ -225,7 +225,7 @@ class Groups(Rendezvous):
         threading.Thread(target=run, args=asked, name="connect", daemon=True).start()
         while not futures.wait([made], ABORT_POLL_S).done:
             if self._aborted and not futures.wait([made], ABORT_GRACE_S).done:
-                self._is_making = True
+                self._left_making = made
                 raise GroupBroken(self._aborted)
         return made.result()
 
@@ -342,7 +342,7 @@ class Groups(Rendezvous):
         group is to wait for what it does.
         """
         self.abort(self._aborted or "teardown")
-        leave = self.uses_nccl and self._is_making
+        leave = self.uses_nccl and self._left_making is not None and not self._left_making.done()
         for _, thread in self._aborting:  # what is not aborted is flushed when it is destroyed
             thread.join(ABORT_GRACE_S if leave else self._operation_timeout_s)
         if in_use is not None:

@@ -87,7 +87,7 @@ class Trouble:
             why = "out of device memory, once more with an empty cache"
         elif is_lost(self.device, error):
             self._leave_device(error)
-        elif may_be_lost(error):
+        elif may_be_lost(error) and not self._is_over_within(GRACE_S):  # nor was it a peer's loss
             why = "the device answers, once more"
         else:
             return False

@@ -22,7 +22,10 @@ class ProcessEnded(BaseException):
 
 
 def explained(
-    monkeypatch: pytest.MonkeyPatch, *errors: BaseException, device: str = "cuda"
+    monkeypatch: pytest.MonkeyPatch,
+    *errors: BaseException,
+    device: str = "cuda",
+    is_over: bool = False,
 ) -> list[Any]:
     """What a worker tells of one after the other, and how it ends if it does."""
     sent: list[Any] = []
@@ -34,7 +37,7 @@ def explained(
     monkeypatch.setattr(trouble.os, "_exit", end)
     member, points = Member("w0", "n0", "localhost", 0), Points("w0", (), lambda index: None)
     points.begin(7)
-    told = trouble.Trouble(member, points, sent.append, lambda seconds: False)
+    told = trouble.Trouble(member, points, sent.append, lambda seconds: is_over)
     told.device = torch.device(device)
     for error in errors:
         with contextlib.suppress(ProcessEnded):
@@ -114,6 +117,16 @@ def test_nccls_word_of_a_device_is_checked(
     *tried, told, code = explained(monkeypatch, *[error] * (1 + answers))
     assert [type(message).__name__ for message in tried] == ["CollectiveFailed"] * answers
     assert told.whose == ITS_DEVICE and code == trouble.DEVICE_LOST
+
+
+def test_nccls_word_that_a_lost_peer_explains_is_no_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Peers lost one after the other while a step is tried: each survivor would have ended."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=lambda: True))
+    error = dist.DistBackendError(NCCL_SAYS + "Cuda failure 1 'invalid argument'")
+    told = explained(monkeypatch, error, error, error, is_over=True)
+    assert [type(message).__name__ for message in told] == ["CollectiveFailed"] * 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -340,3 +340,12 @@ def test_a_cut_module_can_be_made_as_it_was() -> None:
             assert torch_private.is_cut_parameter(model.weight)
             for name in ("weight", "bias"):
                 setattr(model, name, torch.nn.Parameter(torch.ones(getattr(model, name).shape)))
+
+
+def test_what_is_replaced_while_groups_form_is_put_back_as_it_was() -> None:
+    """A script's own ``group.split_group`` was a TypeError after the first forming."""
+    of = dist.ProcessGroup, torch._C._distributed_c10d.Backend
+    before = [{**kind.__dict__} for kind in of]
+    with torch_private.groups_made_by(lambda make: make()):
+        assert dist.ProcessGroup.__dict__["split_group"] is not before[0]["split_group"]
+    assert [{**kind.__dict__} for kind in of] == before
