@@ -47,11 +47,6 @@ class Running:
         self.scaled = False
         self.norm: float | None = None  # of the global gradient, once agreed
 
-    @property
-    def may_scale(self) -> bool:
-        """Whether gradients may not be means yet: means of micro-batches are."""
-        return not self.divided and self.meant == (0, 0)
-
 
 def terms_in(data: Any) -> int | None:
     """How many targets a micro-batch seems to have: its labels, or elements of its first tensor.

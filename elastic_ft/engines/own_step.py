@@ -198,7 +198,7 @@ class OwnStep:
             routed.is_ahead = False
         if scaler is None and running.begun == len(running.micro_batches):
             running.made = own_watch.versions(self._listed)
-            is_probed = self._is_cut and running.may_scale
+            is_probed = self._is_cut and not running.divided
             running.probe = own_watch.probe(self._listed) if is_probed else None
 
     def _terms(self, running: Running, count: torch.Tensor | int | None) -> torch.Tensor | int:

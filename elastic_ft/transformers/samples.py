@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import SequentialSampler
+from transformers import BatchEncoding
 
 from elastic_ft.data.epoch_order import EpochOrder
 from elastic_ft.engines.base import MicroBatch
@@ -41,9 +42,10 @@ def collated_alike(
 def sent(inputs: Any, device: torch.device, lock: Callable[[Any], Any]) -> Any:
     """On a GPU, by copies for which nobody waits: a trainer's own wait for the micro-batch before.
 
-    ``lock``: page-locks them.
+    ``lock``: page-locks them. What is of a class of the user's the trainer's own copies keep so.
     """
-    return to_device(lock(inputs), device) if device.type == "cuda" else inputs
+    is_plain = type(inputs) is dict or isinstance(inputs, BatchEncoding)
+    return to_device(lock(inputs), device) if device.type == "cuda" and is_plain else inputs
 
 
 @contextlib.contextmanager

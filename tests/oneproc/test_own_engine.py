@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from elastic_ft.config import parse_job
@@ -140,6 +141,25 @@ def test_clipping_what_are_no_means_yet_is_refused(strategy: str) -> None:
             own.optimizer.step()
             own.optimizer.zero_grad()
             own.engine.end_attempt()
+        with pytest.raises(UsageError, match=r"changed before they are means: use ctx.clip_grad_"):
+            own.optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("passes", [1, 2], ids=["one is left out", "two passes"])
+def test_means_that_are_none_of_all_are_not_scaled_by_hand(strategy: str, passes: int) -> None:
+    """They were of half the micro-batches, or of twice as many; torch counts no such change."""
+    own = Own(strategy)
+    with own.generation():
+        running = own.running(1, [torch.arange(6), torch.arange(6)])
+        for number in range(passes):
+            for micro_batch in own.engine.micro_batches(running):
+                if number or running.begun > 1 or passes > 1:
+                    tokens = micro_batch.data
+                    loss = F.cross_entropy(own.model(tokens), tokens.flip(0))
+                    own.engine.backward(loss, None)
+        grads = [p.grad for p in own.model.parameters()]
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], 3.0)
         with pytest.raises(UsageError, match=r"changed before they are means: use ctx.clip_grad_"):
             own.optimizer.step()
 
