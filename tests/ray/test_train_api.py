@@ -214,7 +214,8 @@ def check_startup(startup: dict[str, Any], trial: Trial) -> None:
     ]
     lived_s = ready["told_at_s"] - ready["started_at_s"]
     assert 0 < sum(ready["spent"].values()) < lived_s - 0.1, (startup, ready)
-    assert startup["process_s"] > 0.1, startup
+    # 0: Ray had the process ready before it was asked for one.
+    assert startup["process_s"] == 0 or startup["process_s"] > 0.1, startup
     first, whole_s = trial.lines("steps.jsonl")[0], sum(startup.values())
     told_s = first["committed_at_s"] - inbox[0]["at_s"]  # since the job's start was told of
     assert whole_s - startup["asked_s"] - 0.5 < told_s < whole_s + 0.5
